@@ -1,0 +1,1 @@
+"""The compiler side: exchange -> region -> proof -> rewrite. Never runs an exchange."""

@@ -1,0 +1,89 @@
+"""A region's identity: equal strings mean the same computation, so the same proof."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from dcp_inductor.compiler.region import Region
+from dcp_inductor.compiler.symbols import assignments
+
+
+def fingerprint(region: Region) -> str:
+    """Nodes by place, ops, arguments, dtypes, sizes and strides of a region.
+
+    Node and group names are left out: layers of one model are equal. Symbols are
+    written as the sizes that the proof gives them.
+    """
+    return _Writer(region).text()
+
+
+class _Writer:
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self.assignments = assignments(region.nodes)
+        self.place: dict[Node, str] = {
+            region.partial_o: "partial_o",
+            region.partial_lse: "partial_lse",
+        }
+
+    def text(self) -> str:
+        region = self.region
+        lines = [f"ranks {region.num_ranks}"]
+        lines += [
+            f"{self.place[node]} {self._value(node)}"
+            for node in (region.partial_o, region.partial_lse)
+        ]
+        lines += [self._line(node) for node in region.pack]
+        for number, exchange in enumerate(region.exchanges):
+            lines.append(f"exchange {number} {self.place[exchange.sent]}")
+            for node in exchange.received:
+                self.place[node] = f"received {number}"
+        lines += [self._line(node) for node in region.combine]
+        lines.append(f"merged {self.place[region.merged]}")
+        if region.merged_lse is not None:
+            lines.append(f"merged_lse {self.place[region.merged_lse]}")
+        return "\n".join(lines)
+
+    def _line(self, node: Node) -> str:
+        self.place.setdefault(node, f"%{len(self.place)}")
+        call = f"{node.target}{self._argument((node.args, node.kwargs))}"
+        if node.op == "get_attr":
+            call = _attribute(node)
+        return f"{self.place[node]} {self._value(node)} {call}"
+
+    def _argument(self, value: Any) -> str:
+        if isinstance(value, Node):
+            return self.place.get(value) or self._value(value)
+        if isinstance(value, (list, tuple)):
+            return "(" + ",".join(map(self._argument, value)) + ")"
+        if isinstance(value, dict):
+            return self._argument(tuple(value.items()))
+        return self._size(value) if isinstance(value, torch.SymInt) else repr(value)
+
+    def _value(self, node: Node) -> str:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            sizes = [self._size(size) for size in (*value.shape, *value.stride())]
+            return f"{value.dtype}[{','.join(sizes)}]"
+        return self._argument(value) if not isinstance(value, Node) else ""
+
+    def _size(self, size: Any) -> str:
+        return "|".join(str(assignment.size(size)) for assignment in self.assignments)
+
+
+def _attribute(node: Node) -> str:
+    """A constant by its content: two graphs' constants of one name can differ."""
+    module: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        module = getattr(module, part, None)
+    if not isinstance(module, Tensor) or isinstance(
+        module, torch._subclasses.FakeTensor
+    ):
+        return f"unknown {id(node)}"
+    raw = module.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(raw).hexdigest()

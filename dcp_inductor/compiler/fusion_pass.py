@@ -1,0 +1,183 @@
+"""DcpFusionPass: find, prove, rewrite, report. Runs at post_grad_custom_pre_pass.
+
+Who installs it into Inductor is integrations/inductor.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._logging import trace_structured
+from torch.fx import Graph
+
+import dcp_inductor
+from dcp_inductor.compiler import lowering
+from dcp_inductor.compiler.exchange import Exchange
+from dcp_inductor.compiler.proof import Proof, prove
+from dcp_inductor.compiler.region import Proposal, RegionFinder
+from dcp_inductor.compiler.rewrite import rewrite
+from dcp_inductor.config import Config
+from dcp_inductor.errors import FusionMissed
+from dcp_inductor.logs import passes as log
+from dcp_inductor.report import Finding, GraphReport, Miss
+
+COUNTER = "dcp_a2a_lse_reduce"
+
+
+class DcpFusionPass(CustomGraphPass):
+    """Rewrites each proved DCP exchange of a post-grad graph into one op.
+
+    For ``torch.compile(options={"post_grad_custom_pre_pass": DcpFusionPass()})``; for
+    every compilation of a process use ``dcp_inductor.install()``.
+
+    config: None reads the environment, ``Config.from_env()``.
+    listener: called with each graph's GraphReport; not part of the cache key.
+
+    The verdict on a graph depends on the graph, the config and the versions alone,
+    all of which are in ``uuid()``: never on the rank, a pointer or free memory.
+    """
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        listener: Callable[[GraphReport], None] | None = None,
+    ) -> None:
+        self.config = Config.from_env() if config is None else config
+        self.listener = listener
+        lowering.register()
+
+    def __call__(self, graph: Graph) -> None:
+        if not self.config.enabled:
+            return
+        finder = RegionFinder(graph)
+        num_nodes = len(graph.nodes)
+        if not finder.found:
+            self._tell(GraphReport((), num_nodes, num_nodes))
+            return
+        before = _text(graph)
+        findings = tuple(_settle(graph, finder))
+        report = GraphReport(
+            findings, num_nodes, len(graph.nodes), before, _text(graph)
+        )
+        graph.lint()
+        _publish(report)
+        self._tell(report)
+        self._complain(report)
+
+    def uuid(self) -> str:
+        """Changes with anything that a verdict or a lowering depends on."""
+        key = (_library_hash(), _versions(), self.config.key())
+        return hashlib.sha256(repr(key).encode()).hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config, "listener": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def _tell(self, report: GraphReport) -> None:
+        if self.listener is not None:
+            self.listener(report)
+
+    def _complain(self, report: GraphReport) -> None:
+        """Act on ``Config.on_miss`` where an exchange stayed unfused."""
+        if report.fused == len(report.findings) or self.config.on_miss == "log":
+            return
+        text = (
+            f"{report.summary()}. The model stays right, and unfused there. "
+            "dcp_inductor.explain shows the graph; docs/adopt.md says what is refused."
+        )
+        if self.config.on_miss == "raise":
+            raise FusionMissed(text)
+        warnings.warn(text, stacklevel=2)
+
+
+def _settle(graph: Graph, finder: RegionFinder) -> list[Finding]:
+    """A finding for each exchange: propose, prove, rewrite."""
+    findings: list[Finding] = []
+    settled: set[Exchange] = set()
+    for node, exchange in finder.found:
+        if isinstance(exchange, Miss):
+            findings.append(Finding(node.name, "", 0, False, exchange.reason))
+        elif exchange not in settled:
+            proposal = finder.propose(exchange)
+            settled.update(proposal.exchanges)
+            findings.append(_attempt(graph, proposal))
+    return findings
+
+
+def _attempt(graph: Graph, proposal: Proposal) -> Finding:
+    first = proposal.exchanges[0]
+    name = " and ".join(str(exchange.node.name) for exchange in proposal.exchanges)
+    miss = proposal.miss
+    for region in proposal.regions:
+        verdict = prove(region)
+        if isinstance(verdict, Proof):
+            rewrite(graph, region, verdict)
+            counters["inductor"][COUNTER] += 1
+            return Finding(
+                name,
+                first.group_name,
+                first.num_ranks,
+                True,
+                lse_mode=verdict.lse_mode,
+                error=verdict.error,
+                tolerance=verdict.tolerance,
+                with_lse=region.merged_lse is not None,
+                from_memo=verdict.from_memo,
+            )
+        miss = verdict if miss is None else miss
+    assert miss is not None, "no region comes with a miss"
+    return Finding(name, first.group_name, first.num_ranks, False, miss.reason)
+
+
+def _publish(report: GraphReport) -> None:
+    """One log line a graph; the graphs as tlparse artifacts and at debug level."""
+    log.info("%s", report.summary())
+    for finding in report.findings:
+        log.debug("%s", finding)
+    for name, text in (("before", report.before), ("after", report.after)):
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda name=name: {  # type: ignore[misc]
+                "name": f"dcp_inductor_{name}",
+                "encoding": "string",
+            },
+            payload_fn=lambda text=text: text,  # type: ignore[misc]
+        )
+        log.debug("graph %s:\n%s", name, text)
+
+
+def _text(graph: Graph) -> str:
+    return graph.python_code("self", verbose=False).src
+
+
+@functools.cache
+def _library_hash() -> str:
+    """Of every source file of the package: whatever changes in it misses the cache."""
+    root = Path(dcp_inductor.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    found = [("torch", str(torch.__version__)), ("git", str(torch.version.git_version))]
+    for package in ("triton", "flashinfer-python", "sglang"):
+        try:
+            found.append((package, importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            found.append((package, "none"))
+    return tuple(found)

@@ -1,0 +1,428 @@
+"""From an exchange back to the two partials and forward to the merged result.
+
+Structure only proposes here: nothing in this file knows what a merge looks like, it
+follows data and counts elements. Whether the region means the merge is proof.py's.
+
+    partial_o ---+                                            +--> merged
+                 +-> movement -> exchange(s) -> anything -> --+
+    partial_lse -+                                            +--> merged_lse (if used)
+        (pack)                                  (combine)
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+from torch.fx import Graph, Node
+
+from dcp_inductor.compiler.exchange import Exchange, find_exchanges
+from dcp_inductor.compiler.movement import is_constant, is_mover, is_size, widens
+from dcp_inductor.compiler.symbols import Assignment, assignments
+from dcp_inductor.merge import PARTIAL_DTYPES
+from dcp_inductor.report import Miss
+
+# A region is looked for among this many merged results and merged LSEs of one
+# exchange; real combines have one of each within the first few candidates.
+_MAX_CANDIDATES = 16
+
+
+@dataclass(frozen=True)
+class Region:
+    """A candidate for the op.
+
+    pack and combine are in graph order; partial_o and partial_lse are in neither,
+    merged and merged_lse are in combine. merged_lse is None where nothing outside the
+    region reads it.
+    """
+
+    exchanges: tuple[Exchange, ...]
+    partial_o: Node
+    partial_lse: Node
+    pack: tuple[Node, ...]
+    combine: tuple[Node, ...]
+    merged: Node
+    merged_lse: Node | None
+
+    @property
+    def num_ranks(self) -> int:
+        return self.exchanges[0].num_ranks
+
+    @property
+    def group_name(self) -> str:
+        return self.exchanges[0].group_name
+
+    @property
+    def nodes(self) -> Iterator[Node]:
+        """Every node whose value the region reads or makes, in graph order."""
+        return chain(
+            (self.partial_o, self.partial_lse),
+            self.pack,
+            (exchange.node for exchange in self.exchanges),
+            self.combine,
+        )
+
+    def __str__(self) -> str:
+        names = " and ".join(exchange.node.name for exchange in self.exchanges)
+        return f"{names} on group {self.group_name!r}"
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The regions to try for a set of exchanges, best first; empty with a miss."""
+
+    exchanges: tuple[Exchange, ...]
+    regions: tuple[Region, ...]
+    miss: Miss | None = None
+
+
+@dataclass(frozen=True)
+class _Sources:
+    partial_o: Node
+    partial_lse: Node
+    pack: tuple[Node, ...]
+
+
+@dataclass(frozen=True, order=True)
+class _Ranked:
+    """A miss with how much it tells: the most telling one is reported."""
+
+    rank: int
+    miss: Miss = field(compare=False)
+
+
+_NOT_TWO, _NO_RESULT, _INNER_ESCAPE, _TELLING = range(4)
+
+
+class RegionFinder:
+    """Proposes regions for the exchanges of one graph.
+
+    A node is *closed* if it is computed from received data and constants alone; only
+    closed nodes can be part of a merge.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.place = {node: place for place, node in enumerate(graph.nodes)}
+        self.found = find_exchanges(graph)
+        self._of_result = {
+            result: exchange
+            for _, exchange in self.found
+            if isinstance(exchange, Exchange)
+            for result in exchange.received
+        }
+        self._mutations = [node for node in graph.nodes if _mutates(node)]
+        self._constants: dict[Node, bool] = {}
+        self._reads = self._closed_nodes(graph) if self._of_result else {}
+        self._by_reads: dict[frozenset[Exchange], list[Node]] = {}
+        for node, reads in self._reads.items():
+            self._by_reads.setdefault(reads, []).append(node)
+
+    def propose(self, exchange: Exchange) -> Proposal:
+        """The regions around ``exchange``, which may take other exchanges in."""
+        if exchange.num_ranks < 2:
+            miss = Miss("its group has one rank: nothing is exchanged")
+            return Proposal((exchange,), (), miss)
+        misses: list[_Ranked] = []
+        together = [reads for reads in self._by_reads if exchange in reads]
+        for reads in sorted(together, key=len) or [frozenset({exchange})]:
+            exchanges = tuple(sorted(reads, key=lambda e: self.place[e.node]))
+            found = list(self._regions(exchanges))
+            regions = tuple(r for r in found if isinstance(r, Region))
+            if regions:
+                return Proposal(exchanges, regions)
+            misses += (r for r in found if isinstance(r, _Ranked))
+        return Proposal((exchange,), (), max(misses).miss)
+
+    def _closed_nodes(self, graph: Graph) -> dict[Node, frozenset[Exchange]]:
+        """Each closed node with the exchanges whose results it is computed from."""
+        closed: dict[Node, frozenset[Exchange]] = {}
+        for node in graph.nodes:
+            if not _is_pure_call(node) or is_size(node):
+                continue
+            reads: set[Exchange] = set()
+            for source in node.all_input_nodes:
+                if source in closed:
+                    reads |= closed[source]
+                elif source in self._of_result:
+                    reads.add(self._of_result[source])
+                elif not self._constant(source):
+                    break
+            else:
+                if reads:
+                    closed[node] = frozenset(reads)
+        return closed
+
+    def _constant(self, node: Node) -> bool:
+        if node not in self._constants:
+            self._constants[node] = is_constant(node) or (
+                _is_pure_call(node)
+                and bool(node.all_input_nodes)
+                and all(map(self._constant, node.all_input_nodes))
+            )
+        return self._constants[node]
+
+    def _back(self, ends: Iterable[Node]) -> list[Node]:
+        """``ends`` and all they are computed from, up to received data and sizes."""
+        seen: set[Node] = set()
+        todo = list(ends)
+        while todo:
+            node = todo.pop()
+            if node in seen or node in self._of_result:
+                continue
+            seen.add(node)
+            if not is_size(node):
+                todo.extend(node.all_input_nodes)
+        return self._in_order(seen)
+
+    def _in_order(self, nodes: Iterable[Node]) -> list[Node]:
+        return sorted(nodes, key=self.place.__getitem__)
+
+    def _regions(self, exchanges: tuple[Exchange, ...]) -> Iterator[Region | _Ranked]:
+        """Every region over just these exchanges, or why there is none."""
+        groups = {exchange.group_name for exchange in exchanges}
+        if len(groups) > 1:
+            names = ", ".join(sorted(map(repr, groups)))
+            yield _Ranked(
+                _TELLING, Miss(f"payload and LSE travel over different groups: {names}")
+            )
+            return
+        if len({exchange.num_ranks for exchange in exchanges}) > 1:
+            yield _Ranked(_TELLING, Miss("its exchanges differ in number of ranks"))
+            return
+        cuts = self._cuts(exchanges)
+        if isinstance(cuts, Miss):
+            yield _Ranked(_NOT_TWO, cuts)
+            return
+        for sources in cuts:
+            yield from self._with_sources(exchanges, sources)
+
+    def _cuts(self, exchanges: tuple[Exchange, ...]) -> list[_Sources] | Miss:
+        """Where the walk back through movement leaves exactly two tensors.
+
+        The deepest such cut first. Where the payload was widened on the way, the cut
+        after the widening follows: a merge that stays wide ends there.
+        """
+        frontier = self._variables(exchange.sent for exchange in exchanges)
+        pack: list[Node] = []
+        cuts: list[tuple[set[Node], int]] = []
+        widened = False
+        while True:
+            if len(frontier) == 2:
+                if cuts and not widened:
+                    cuts.pop()
+                cuts.append((frontier, len(pack)))
+            node = max(
+                (n for n in frontier if is_mover(n) or widens(n)),
+                key=self.place.__getitem__,
+                default=None,
+            )
+            if node is None:
+                break
+            widened = widens(node)
+            pack.append(node)
+            frontier = frontier - {node} | self._variables(node.all_input_nodes)
+        if not cuts:
+            return _not_two(frontier)
+        return [
+            _Sources(*pair, tuple(self._with_constants(pack[:length])))
+            for ends, length in reversed(cuts)
+            for pair in _orders(ends)
+        ]
+
+    def _variables(self, nodes: Iterable[Node]) -> set[Node]:
+        return {node for node in nodes if not self._constant(node)}
+
+    def _with_constants(self, nodes: list[Node]) -> list[Node]:
+        """``nodes`` and the constants that they read, in graph order."""
+        read = chain.from_iterable(node.all_input_nodes for node in nodes)
+        constants = self._back(node for node in read if self._constant(node))
+        return self._in_order({*nodes, *constants})
+
+    def _with_sources(
+        self, exchanges: tuple[Exchange, ...], sources: _Sources
+    ) -> Iterator[Region | _Ranked]:
+        o, lse = sources.partial_o, sources.partial_lse
+        num_ranks = exchanges[0].num_ranks
+        closed = [
+            node
+            for reads, nodes in self._by_reads.items()
+            if reads <= {*exchanges}
+            for node in nodes
+        ]
+        sizes = assignments((o, lse, *closed))[0]
+        numels = _numel(o, sizes), _numel(lse, sizes)
+        miss = _check_partials(o, lse, numels, num_ranks)
+        if miss is not None:
+            yield _Ranked(_NO_RESULT, miss)
+            return
+        of_all = self._by_reads.get(frozenset(exchanges), [])
+        merged = _like(of_all, o, numels[0] // num_ranks, sizes)
+        merged_lse = _like(closed, lse, numels[1] // num_ranks, sizes)
+        if not merged:
+            yield _Ranked(_NO_RESULT, _no_merged(o, numels[0] // num_ranks, num_ranks))
+        for end in merged:
+            yield self._closed_region(exchanges, sources, end, None)
+        for end in merged:
+            for end_lse in merged_lse:
+                if end is not end_lse:
+                    yield self._closed_region(exchanges, sources, end, end_lse)
+
+    def _closed_region(
+        self,
+        exchanges: tuple[Exchange, ...],
+        sources: _Sources,
+        merged: Node,
+        merged_lse: Node | None,
+    ) -> Region | _Ranked:
+        """The region that ends at ``merged``, if nothing else leaves it."""
+        ends = [end for end in (merged, merged_lse) if end is not None]
+        combine = self._back(ends)
+        results = [node for exchange in exchanges for node in exchange.received]
+        inside = {*combine, *results, *ends}
+        leaks = [
+            (node, user)
+            for node in chain(results, combine)
+            if node not in ends and not self._constant(node)
+            for user in node.users
+            if user not in inside
+        ]
+        for node, user in leaks:
+            if user not in self._reads:
+                return _Ranked(_TELLING, _escape(node, user, node in self._of_result))
+        if leaks:
+            node, user = leaks[0]
+            return _Ranked(_INNER_ESCAPE, _escape(node, user, node in self._of_result))
+        region = Region(
+            exchanges,
+            sources.partial_o,
+            sources.partial_lse,
+            sources.pack,
+            tuple(combine),
+            merged,
+            merged_lse,
+        )
+        mutated = self._mutated(region)
+        return _Ranked(_TELLING, mutated) if mutated is not None else region
+
+    def _mutated(self, region: Region) -> Miss | None:
+        """A miss if a mutation stands between the pack and the merged result."""
+        nodes = self._variables(chain(region.pack, region.combine))
+        places = [self.place[n] for n in (*nodes, region.exchanges[0].node)]
+        for node in self._mutations:
+            if min(places) < self.place[node] < max(places):
+                return Miss(f"{node.name} mutates a tensor between pack and merge")
+        return None
+
+
+def _is_pure_call(node: Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return not (
+            node.target._schema.is_mutable
+            or node.target.namespace in ("_c10d_functional", "c10d", "dcp_inductor")
+            or torch.Tag.nondeterministic_seeded in node.target.tags
+        )
+    return node.target in _PURE_PYTHON
+
+
+_PURE_PYTHON: frozenset[Callable] = frozenset(
+    {
+        operator.getitem,
+        operator.add,
+        operator.sub,
+        operator.mul,
+        operator.floordiv,
+        operator.mod,
+        operator.neg,
+    }
+)
+
+
+def _mutates(node: Node) -> bool:
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target._schema.is_mutable
+    )
+
+
+def _numel(node: Node, sizes: Assignment) -> int:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return -1
+    return math.prod(sizes.sizes(value.shape))
+
+
+def _orders(ends: Iterable[Node]) -> list[tuple[Node, Node]]:
+    """(payload, LSE) of two tensors: the LSE has fewer elements; both ways if equal."""
+    first, second = sorted(ends, key=lambda node: node.name)
+    sizes = assignments((first, second))[0]
+    first_numel, second_numel = _numel(first, sizes), _numel(second, sizes)
+    if first_numel == second_numel:
+        return [(first, second), (second, first)]
+    return [(first, second) if first_numel > second_numel else (second, first)]
+
+
+def _not_two(frontier: set[Node]) -> Miss:
+    names = ", ".join(sorted(node.name for node in frontier))
+    return Miss(
+        f"it carries {len(frontier)} tensor(s) ({names}); DCP's exchange carries "
+        "exactly two, the partial output and its LSE"
+    )
+
+
+def _check_partials(
+    partial_o: Node, partial_lse: Node, numels: tuple[int, int], num_ranks: int
+) -> Miss | None:
+    o, lse = partial_o.meta["val"], partial_lse.meta["val"]
+    if lse.dtype != torch.float32:
+        return Miss(f"the LSE {partial_lse.name} is {lse.dtype}, not fp32")
+    if o.dtype not in PARTIAL_DTYPES:
+        return Miss(f"the partial output {partial_o.name} is {o.dtype}")
+    if numels[1] < 1 or numels[0] % numels[1]:
+        return Miss(
+            f"{partial_o.name} has {numels[0]} elements and {partial_lse.name} "
+            f"{numels[1]}: an LSE belongs to each row of the partial output"
+        )
+    if numels[1] % num_ranks:
+        return Miss(f"{numels[1]} rows can't be shared by {num_ranks} ranks")
+    return None
+
+
+def _like(
+    closed: list[Node], partial: Node, numel: int, sizes: Assignment
+) -> list[Node]:
+    """Closed nodes with ``numel`` elements and the dtype of ``partial``.
+
+    A pure view of an earlier candidate stands for the same result and is left out.
+    """
+    dtype = partial.meta["val"].dtype
+    found: list[Node] = []
+    for node in closed:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.dtype != dtype:
+            continue
+        if _numel(node, sizes) != numel:
+            continue
+        if is_mover(node) and any(source in found for source in node.all_input_nodes):
+            continue
+        found.append(node)
+    return found[:_MAX_CANDIDATES]
+
+
+def _no_merged(partial_o: Node, numel: int, num_ranks: int) -> Miss:
+    dtype = partial_o.meta["val"].dtype
+    return Miss(
+        f"nothing made from its result alone has {numel} elements of {dtype}, which "
+        f"the merge of {partial_o.name} over {num_ranks} ranks would have"
+    )
+
+
+def _escape(node: Node, user: Node, received: bool) -> Miss:
+    what = "the received buffer" if received else f"{node.name}, inside the merge,"
+    reader = "returned" if user.op == "output" else f"also read by {user.name}"
+    return Miss(f"{what} is {reader}")

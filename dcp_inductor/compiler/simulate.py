@@ -1,0 +1,184 @@
+"""Runs a region for N ranks in one process, on the CPU, on data of the caller's.
+
+    for each rank r:      sent[r]     = pack(partial_o[r], partial_lse[r])
+    for each receiver p:  received[p] = [chunk p of sent[r] for r in ranks]
+                          merged[p]   = combine(received[p])
+
+What the data should be and what the result means is proof.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from dcp_inductor.compiler.movement import is_size
+from dcp_inductor.compiler.region import Region
+from dcp_inductor.compiler.symbols import Assignment
+
+_CPU = torch.device("cpu")
+_EMPTY_OPS = ("empty", "new_empty")
+
+
+class CantSimulate(Exception):
+    """The region holds something that can't be run here; str() says what."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one receiver gets. Contiguous fp64, in the shapes of the region's nodes.
+
+    merged_wide is the merged result before its last cast to the dtype of the
+    partials, or None where the region doesn't end in such a cast.
+    """
+
+    merged: Tensor
+    merged_wide: Tensor | None
+    merged_lse: Tensor | None
+
+
+class Simulation:
+    """One region under one assignment of its symbols."""
+
+    def __init__(self, region: Region, sizes: Assignment) -> None:
+        self.region = region
+        self.sizes = sizes
+        self.o_shape = sizes.sizes(region.partial_o.meta["val"].shape)
+        self.lse_shape = sizes.sizes(region.partial_lse.meta["val"].shape)
+
+    def run(
+        self, partial_o: Tensor, partial_lse: Tensor, receivers: Sequence[int]
+    ) -> list[Outcome]:
+        """Exchange and merge.
+
+        partial_o ``[N, *o_shape]`` and partial_lse ``[N, *lse_shape]`` hold each
+        rank's partials. Returns one Outcome a receiver. Raises CantSimulate.
+        """
+        sent = [
+            self._pack(*partials)
+            for partials in zip(partial_o, partial_lse, strict=True)
+        ]
+        return [self._combine(sent, receiver) for receiver in receivers]
+
+    def _pack(self, partial_o: Tensor, partial_lse: Tensor) -> list[Tensor]:
+        region = self.region
+        values = {
+            region.partial_o: _strided_like(partial_o, region.partial_o, self.sizes),
+            region.partial_lse: _strided_like(
+                partial_lse, region.partial_lse, self.sizes
+            ),
+        }
+        self._evaluate(region.pack, values)
+        return [values[exchange.sent] for exchange in region.exchanges]
+
+    def _combine(self, sent: list[list[Tensor]], receiver: int) -> Outcome:
+        region = self.region
+        values: dict[Node, Any] = {}
+        for place, exchange in enumerate(region.exchanges):
+            chunks = [_chunk(row[place], receiver, region.num_ranks) for row in sent]
+            shape = sent[0][place].shape
+            for node in exchange.received:
+                values[node] = torch.cat(chunks).reshape(shape)
+        self._evaluate(region.combine, values)
+        return Outcome(
+            values[region.merged].double().contiguous(),
+            self._before_last_cast(values),
+            None
+            if region.merged_lse is None
+            else values[region.merged_lse].double().contiguous(),
+        )
+
+    def _before_last_cast(self, values: dict[Node, Any]) -> Tensor | None:
+        merged = self.region.merged
+        if not casts_down(merged):
+            return None
+        return values[merged.all_input_nodes[0]].double().contiguous()
+
+    def _evaluate(self, nodes: Iterable[Node], values: dict[Node, Any]) -> None:
+        for node in nodes:
+            if node not in values:
+                values[node] = self._value(node, values)
+
+    def _value(self, node: Node, values: dict[Node, Any]) -> Any:
+        if is_size(node):
+            return self._concrete(node.meta["val"])
+        if node.op == "get_attr":
+            return _constant_tensor(node)
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
+        try:
+            result = node.target(*self._concrete(args), **self._concrete(kwargs))  # type: ignore
+        except Exception as error:
+            raise CantSimulate(
+                f"{node.name} ({node.target}) can't be run on the CPU: "
+                f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            ) from error
+        if node.op == "call_function" and _leaves_garbage(node):
+            _poison(result)
+        return result
+
+    def _concrete(self, value: Any) -> Any:
+        """Symbols become integers, devices the CPU, in nested arguments."""
+        if isinstance(value, torch.SymInt):
+            return self.sizes.size(value)
+        if isinstance(value, torch.device):
+            return _CPU
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._concrete(item) for item in value)
+        if isinstance(value, dict):
+            return {key: self._concrete(item) for key, item in value.items()}
+        return value
+
+
+def casts_down(node: Node) -> bool:
+    """True for a cast from fp32 to a narrower float."""
+    if node.target is not torch.ops.prims.convert_element_type.default:
+        return False
+    source, result = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    return source.dtype == torch.float32 and result.dtype.itemsize < 4
+
+
+def _chunk(sent: Tensor, receiver: int, num_ranks: int) -> Tensor:
+    return sent.reshape(-1).chunk(num_ranks)[receiver]
+
+
+def _strided_like(data: Tensor, node: Node, sizes: Assignment) -> Tensor:
+    """``data`` in the strides that the graph has for ``node``, where they can hold it.
+
+    Overlapping strides (an expanded partial) can't hold independent elements; then
+    the data lies contiguously, which movement ops don't see.
+    """
+    stride = sizes.sizes(node.meta["val"].stride())
+    strided = torch.empty_strided(data.shape, stride, dtype=data.dtype, device=_CPU)
+    if torch._debug_has_internal_overlap(strided) != 0:
+        return data.contiguous()
+    return strided.copy_(data)
+
+
+def _constant_tensor(node: Node) -> Tensor:
+    module: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        module = getattr(module, part)
+    if not isinstance(module, Tensor) or isinstance(
+        module, torch._subclasses.FakeTensor
+    ):
+        raise CantSimulate(f"the constant {node.target} has no value at compile time")
+    return module.detach().to(_CPU)
+
+
+def _leaves_garbage(node: Node) -> bool:
+    name = getattr(node.target, "_opname", "")
+    return name.startswith(_EMPTY_OPS)
+
+
+def _poison(tensor: Tensor) -> None:
+    """Uninitialised memory as the worst that it can be: NaN, all bits set."""
+    if tensor.numel() and tensor.is_contiguous() and tensor.dim():
+        tensor.view(torch.uint8).fill_(255)
+    elif tensor.is_floating_point():
+        tensor.fill_(float("nan"))

@@ -1,0 +1,1 @@
+"""Where the pass and the op meet a host: Inductor itself, sglang."""

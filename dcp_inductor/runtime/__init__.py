@@ -1,0 +1,1 @@
+"""Running the exchange: groups, workspaces, backends, kernels. Knows no graphs."""
