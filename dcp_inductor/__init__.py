@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dcp_inductor.op import a2a_lse_reduce
     from dcp_inductor.report import Report
     from dcp_inductor.runtime.groups import alias_group
+    from dcp_inductor.runtime.workspace import check, reserve
 
 __version__ = "0.1.0"
 
@@ -28,7 +29,9 @@ _HOME = {
     "alias_group": "runtime.groups",
     "explain": "integrations.inductor",
     "install": "integrations.inductor",
+    "check": "runtime.workspace",
     "merge": "merge",
+    "reserve": "runtime.workspace",
     "uninstall": "integrations.inductor",
 }
 
@@ -38,9 +41,11 @@ __all__ = [
     "Report",
     "a2a_lse_reduce",
     "alias_group",
+    "check",
     "explain",
     "install",
     "merge",
+    "reserve",
     "uninstall",
 ]
 

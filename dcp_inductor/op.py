@@ -12,13 +12,14 @@ NOTE [one functional op]
 - The op is marked as having a side effect: a rank that drops or merges a call whose
   result it doesn't use leaves its peers waiting.
 - ``*_lane`` are what the Inductor lowering emits (compiler/lowering.py): the same op,
-  bound to one workspace lane. The one with LSE gives a list, which is what Inductor's
-  collective node takes for several outputs.
+  bound to one workspace lane, with its site in the graph. The one with LSE gives a
+  list, which is what Inductor's collective node takes for several outputs.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from torch.fx.node import has_side_effect
 
 from dcp_inductor.errors import BadInput
 from dcp_inductor.merge import LseMode, check_lse_mode, merge
-from dcp_inductor.runtime import backends
+from dcp_inductor.runtime import workspace
 from dcp_inductor.runtime.call import ExchangeCall, check_partials
 from dcp_inductor.runtime.groups import group_name_of, resolve_group
 
@@ -86,8 +87,9 @@ def _run(
     group_name: str,
     cp_size: int,
     lse_mode: str,
-    lane: int,
     with_lse: bool,
+    lane: int = 0,
+    site: int = 0,
 ) -> tuple[Tensor, Tensor]:
     check_lse_mode(lse_mode)
     group = resolve_group(group_name)
@@ -103,15 +105,16 @@ def _run(
         partial_lse = partial_lse.squeeze(-1)
     if cp_size == 1 or partial_o.shape[0] == 0:
         return _without_peers(partial_o, partial_lse, cp_size, lse_mode)
-    return backends.run(
+    return workspace.run(
         ExchangeCall(
             partial_o,
             partial_lse,
             group,
             group_name,
             cast(LseMode, lse_mode),
-            lane,
             with_lse,
+            lane,
+            site,
         )
     )
 
@@ -138,38 +141,30 @@ def _check_device(partial_o: Tensor, group: ProcessGroup, group_name: str) -> No
         )
 
 
-def _a2a_lse_reduce(
-    partial_o: Tensor, partial_lse: Tensor, group_name: str, cp_size: int, lse_mode: str
+def _reduce(
+    partial_o: Tensor,
+    partial_lse: Tensor,
+    group_name: str,
+    cp_size: int,
+    lse_mode: str,
+    lane: int = 0,
+    site: int = 0,
 ) -> Tensor:
-    return _run(partial_o, partial_lse, group_name, cp_size, lse_mode, 0, False)[0]
+    args = (partial_o, partial_lse, group_name, cp_size, lse_mode)
+    return _run(*args, False, lane, site)[0]
 
 
-def _a2a_lse_reduce_with_lse(
-    partial_o: Tensor, partial_lse: Tensor, group_name: str, cp_size: int, lse_mode: str
+def _reduce_with_lse(
+    partial_o: Tensor,
+    partial_lse: Tensor,
+    group_name: str,
+    cp_size: int,
+    lse_mode: str,
+    lane: int = 0,
+    site: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    return _run(partial_o, partial_lse, group_name, cp_size, lse_mode, 0, True)
-
-
-def _a2a_lse_reduce_lane(
-    partial_o: Tensor,
-    partial_lse: Tensor,
-    group_name: str,
-    cp_size: int,
-    lse_mode: str,
-    lane: int,
-) -> Tensor:
-    return _run(partial_o, partial_lse, group_name, cp_size, lse_mode, lane, False)[0]
-
-
-def _a2a_lse_reduce_with_lse_lane(
-    partial_o: Tensor,
-    partial_lse: Tensor,
-    group_name: str,
-    cp_size: int,
-    lse_mode: str,
-    lane: int,
-) -> list[Tensor]:
-    return [*_run(partial_o, partial_lse, group_name, cp_size, lse_mode, lane, True)]
+    args = (partial_o, partial_lse, group_name, cp_size, lse_mode)
+    return _run(*args, True, lane, site)
 
 
 def _fake(
@@ -179,6 +174,7 @@ def _fake(
     cp_size: int,
     lse_mode: str,
     lane: int = 0,
+    site: int = 0,
 ) -> Tensor:
     return _fake_with_lse(partial_o, partial_lse, group_name, cp_size, lse_mode)[0]
 
@@ -190,6 +186,7 @@ def _fake_with_lse(
     cp_size: int,
     lse_mode: str,
     lane: int = 0,
+    site: int = 0,
 ) -> tuple[Tensor, Tensor]:
     check_lse_mode(lse_mode)
     check_partials(partial_o, partial_lse, cp_size)
@@ -199,42 +196,36 @@ def _fake_with_lse(
     return out, lse
 
 
-def _fake_with_lse_lane(
-    partial_o: Tensor,
-    partial_lse: Tensor,
-    group_name: str,
-    cp_size: int,
-    lse_mode: str,
-    lane: int,
-) -> list[Tensor]:
-    return [*_fake_with_lse(partial_o, partial_lse, group_name, cp_size, lse_mode)]
+def _listed(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+    return lambda *args: [*function(*args)]
+
+
+# name: further arguments, result, implementation, fake
+_OPS: dict[str, tuple[str, str, Callable[..., Any], Callable[..., Any]]] = {
+    "a2a_lse_reduce": ("", "Tensor", _reduce, _fake),
+    "a2a_lse_reduce_with_lse": (
+        "",
+        "(Tensor, Tensor)",
+        _reduce_with_lse,
+        _fake_with_lse,
+    ),
+    "a2a_lse_reduce_lane": (", int lane, int site", "Tensor", _reduce, _fake),
+    "a2a_lse_reduce_with_lse_lane": (
+        ", int lane, int site",
+        "Tensor[]",
+        _listed(_reduce_with_lse),
+        _listed(_fake_with_lse),
+    ),
+}
 
 
 def _register() -> None:
-    table = (
-        ("a2a_lse_reduce", "", "Tensor", _a2a_lse_reduce, _fake),
-        (
-            "a2a_lse_reduce_with_lse",
-            "",
-            "(Tensor, Tensor)",
-            _a2a_lse_reduce_with_lse,
-            _fake_with_lse,
-        ),
-        ("a2a_lse_reduce_lane", ", int lane", "Tensor", _a2a_lse_reduce_lane, _fake),
-        (
-            "a2a_lse_reduce_with_lse_lane",
-            ", int lane",
-            "Tensor[]",
-            _a2a_lse_reduce_with_lse_lane,
-            _fake_with_lse_lane,
-        ),
-    )
-    for name, lane, result, impl, fake in table:
+    for name, (further, result, implementation, fake) in _OPS.items():
         _LIBRARY.define(
-            f"{name}({_ARGS}{lane}) -> {result}",
+            f"{name}({_ARGS}{further}) -> {result}",
             tags=(torch.Tag.needs_fixed_stride_order,),
         )
-        _LIBRARY.impl(name, impl, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"dcp_inductor::{name}", fake, lib=_LIBRARY)
         has_side_effect(getattr(torch.ops.dcp_inductor, name).default)
 

@@ -12,7 +12,7 @@ import pytest
 import dcp_inductor
 
 ROOT = Path(dcp_inductor.__file__).parent
-WORDS = ("errors", "config", "logs", "report")
+WORDS = ("errors", "config", "logs", "report", "version")
 LAYERS = (WORDS, ("merge",), ("runtime",), ("op",), ("compiler",), ("integrations",))
 TOP = len(LAYERS)
 FORBIDDEN = {

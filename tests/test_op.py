@@ -158,7 +158,9 @@ def opcheck_all(rank, num_ranks):
         for args in ((o[rank], lse[rank]), (strided, lse[rank])):
             torch.library.opcheck(target, (*args, name, num_ranks, "base2"))
         lane = getattr(torch.ops.dcp_inductor, overload + "_lane").default
-        torch.library.opcheck(lane, (o[rank], lse[rank], name, num_ranks, "basee", 1))
+        torch.library.opcheck(
+            lane, (o[rank], lse[rank], name, num_ranks, "basee", 1, 2)
+        )
 
 
 def test_opcheck():

@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._logging import trace_structured
 from torch.fx import Graph
 
-import dcp_inductor
 from dcp_inductor.compiler import lowering
 from dcp_inductor.compiler.exchange import Exchange
 from dcp_inductor.compiler.proof import Proof, prove
@@ -29,6 +27,7 @@ from dcp_inductor.config import Config
 from dcp_inductor.errors import FusionMissed
 from dcp_inductor.logs import passes as log
 from dcp_inductor.report import Finding, GraphReport, Miss
+from dcp_inductor.version import source_hash
 
 COUNTER = "dcp_a2a_lse_reduce"
 
@@ -75,7 +74,7 @@ class DcpFusionPass(CustomGraphPass):
 
     def uuid(self) -> str:
         """Changes with anything that a verdict or a lowering depends on."""
-        key = (_library_hash(), _versions(), self.config.key())
+        key = (source_hash(), _versions(), self.config.key())
         return hashlib.sha256(repr(key).encode()).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -159,17 +158,6 @@ def _publish(report: GraphReport) -> None:
 
 def _text(graph: Graph) -> str:
     return graph.python_code("self", verbose=False).src
-
-
-@functools.cache
-def _library_hash() -> str:
-    """Of every source file of the package: whatever changes in it misses the cache."""
-    root = Path(dcp_inductor.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.fx import Node
 
 from dcp_inductor.compiler.headmap import Axis, HeadMap
 from dcp_inductor.compiler.simulate import Simulation
@@ -146,6 +147,7 @@ class _Skeleton:
         shapes = [sim.o_shape for sim in self.simulations]
         lse_shapes = [sim.lse_shape for sim in self.simulations]
         batch = self._batch()
+        region = self.simulations[0].region
         return Layout(
             o_in=_simplify(
                 shapes,
@@ -159,17 +161,15 @@ class _Skeleton:
                 tuple(lse_permute),
                 (batch, self.num_heads),
             ),
-            out=self._out(with_head_dim=True),
-            lse_out=self._out(with_head_dim=False),
+            out=self._out(region.merged, with_head_dim=True),
+            lse_out=None
+            if region.merged_lse is None
+            else self._out(region.merged_lse, with_head_dim=False),
         )
 
-    def _out(self, with_head_dim: bool) -> Recipe | None:
-        """From ``[B, H/N(, D)]`` to the shape of the region's result."""
+    def _out(self, node: Node, with_head_dim: bool) -> Recipe:
+        """From ``[B, H/N(, D)]`` to the shape of ``node``, a result of the region."""
         first = self.maps[0]
-        region = self.simulations[0].region
-        node = region.merged if with_head_dim else region.merged_lse
-        if node is None:
-            return None
         inside = first.head_dim if with_head_dim else ()
         made = [*self.tokens, *first.heads]
         inner = sorted(range(len(inside)), key=lambda place: -inside[place].stride)

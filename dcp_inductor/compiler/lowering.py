@@ -12,6 +12,11 @@ The op becomes a ``_CollectiveKernel``: Inductor chains these in graph order, so
 ranks that compiled the same graph can't emit two exchanges in different orders. A
 fallback kernel is reordered for peak memory.
 
+NOTE [site]
+Ranks that meet at different calls of one geometry must notice. Each op carries its
+place among the ops of its graph, which the kernel sends along. Graphs themselves
+aren't hashed in: they may hold a rank's constants elsewhere.
+
 NOTE [strides]
 A node that a pass inserts has no stride constraint of its own: Inductor may hand it any
 layout. The inputs are held to the strides that they have in the graph, so a permuted
@@ -21,6 +26,7 @@ view reaches the kernel as a view and nothing else is undone.
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +68,7 @@ def _lower(kernel: torch._ops.OpOverload) -> Callable[..., Any]:
             group_name,
             cp_size,
             lse_mode,
-            _lane(V.graph.current_node),
+            *_lane_and_site(V.graph.current_node),
         )
         if isinstance(outputs, (list, tuple)):
             return [ir.TensorBox.create(output) for output in outputs]
@@ -71,17 +77,14 @@ def _lower(kernel: torch._ops.OpOverload) -> Callable[..., Any]:
     return lowered
 
 
-def _lane(node: torch.fx.Node) -> int:
-    """The dense number of the node's user stream in its graph, NOTE [lane]."""
-    stream = _user_stream(node)
-    if stream is None:
-        return 0
-    streams: dict[Any, int] = {}
-    for other in node.graph.nodes:
-        name = getattr(other.target, "_opname", None)
-        if name in _LANE_OF and (other_stream := _user_stream(other)) is not None:
-            streams.setdefault(other_stream, len(streams) + 1)
-    return streams[stream]
+def _lane_and_site(node: torch.fx.Node) -> tuple[int, int]:
+    """NOTE [lane] and NOTE [site] for one node of a graph that is being lowered."""
+    ops = [n for n in node.graph.nodes if getattr(n.target, "_opname", "") in _LANE_OF]
+    streams = dict.fromkeys(s for s in map(_user_stream, ops) if s is not None)
+    lanes = {stream: lane for lane, stream in enumerate(streams, start=1)}
+    lane = lanes.get(_user_stream(node), 0)
+    site = f"{ops.index(node)} of {len(ops)}"
+    return lane, zlib.crc32(site.encode())
 
 
 def _user_stream(node: torch.fx.Node) -> Any:

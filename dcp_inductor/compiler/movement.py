@@ -11,13 +11,14 @@ what travels is worth no more than what was widened.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 aten = torch.ops.aten
 
-_MOVERS = frozenset(
+_MOVERS: frozenset[Any] = frozenset(
     {
         aten.alias.default,
         aten.cat.default,
@@ -50,10 +51,10 @@ _MOVERS = frozenset(
         aten._unsafe_view.default,
     }
 )
-_SPLITTERS = frozenset(
+_SPLITTERS: frozenset[Any] = frozenset(
     {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
 )
-_CASTS = frozenset(
+_CASTS: frozenset[Any] = frozenset(
     {torch.ops.prims.convert_element_type.default, aten._to_copy.default}
 )
 _MANTISSA_BITS = {
@@ -68,7 +69,7 @@ _MANTISSA_BITS = {
 def is_mover(node: Node) -> bool:
     """True if the node's value is made of its inputs' bits, placed by shape alone."""
     if node.target is operator.getitem:
-        return node.args[0].target in _SPLITTERS  # type: ignore[union-attr]
+        return node.all_input_nodes[0].target in _SPLITTERS
     return node.op == "call_function" and node.target in _MOVERS
 
 

@@ -228,7 +228,7 @@ PATTERNS: dict[str, Pattern] = {
     "all but one shard empty": _with_empty(lambda num_ranks: num_ranks - 1),
     "all shards empty": _with_empty(lambda num_ranks: num_ranks),
 }
-_ORDINARY = {"ordinary LSEs": _random}
+_ORDINARY: dict[str, Pattern] = {"ordinary LSEs": _random}
 _MUST_BE_FINITE = ("ordinary LSEs", "equal LSEs", "LSEs 0.1 apart", "LSEs 1 apart")
 
 

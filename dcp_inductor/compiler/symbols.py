@@ -66,7 +66,7 @@ def _free_symbols(nodes: Iterable[Node]) -> dict[sympy.Symbol, object]:
 
 
 def _hint(value: torch.SymInt, symbol: sympy.Symbol) -> object:
-    shape_env = value.node.shape_env
+    shape_env: Any = value.node.shape_env
     known = getattr(shape_env, "backed_var_to_val", None)
     if known is None:
         known = shape_env.var_to_val

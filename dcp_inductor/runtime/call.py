@@ -5,7 +5,7 @@ Axes: B tokens, H heads before the exchange, N ranks (cp_size), D head dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,16 +16,48 @@ from dcp_inductor.merge import PARTIAL_DTYPES, LseMode
 
 
 @dataclass(frozen=True)
+class Geometry:
+    """What a reservation is for; equal on all ranks.
+
+    max_tokens: B of the largest call that runs in one piece. lanes: ordered streams
+    that may be in flight beside each other. capture_domains: capture streams of a lane.
+    """
+
+    cp_size: int
+    max_tokens: int
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    lanes: int = 1
+    capture_domains: int = 1
+
+    @property
+    def rows(self) -> int:
+        """(token, local head) pairs of the largest call."""
+        return self.max_tokens * self.num_heads // self.cp_size
+
+    @property
+    def num_slots(self) -> int:
+        """A slot a lane for eager calls, and one for each capture domain."""
+        return self.lanes * (1 + self.capture_domains)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class ExchangeCall:
-    """partial_o ``[B, H, D]``, partial_lse ``[B, H]`` fp32, any strides, one device."""
+    """partial_o ``[B, H, D]``, partial_lse ``[B, H]`` fp32, any strides, one device.
+
+    site: which call of the program this is, as far as it is known; calls of several
+    ranks that meet must have the same.
+    """
 
     partial_o: Tensor
     partial_lse: Tensor
     group: ProcessGroup
     group_name: str
     lse_mode: LseMode
-    lane: int
     with_lse: bool
+    lane: int = 0
+    site: int = 0
 
     @property
     def cp_size(self) -> int:
@@ -41,14 +73,10 @@ class ExchangeCall:
 
     def narrow(self, start: int, length: int) -> ExchangeCall:
         """The same call for the tokens ``start`` to ``start + length``."""
-        return ExchangeCall(
-            self.partial_o.narrow(0, start, length),
-            self.partial_lse.narrow(0, start, length),
-            self.group,
-            self.group_name,
-            self.lse_mode,
-            self.lane,
-            self.with_lse,
+        return replace(
+            self,
+            partial_o=self.partial_o.narrow(0, start, length),
+            partial_lse=self.partial_lse.narrow(0, start, length),
         )
 
 

@@ -29,9 +29,10 @@ def group_name_of(group: ProcessGroup | str | None) -> str:
     if isinstance(group, str):
         return group
     _check_initialised("a2a_lse_reduce")
-    if group is None:
-        group = dist.group.WORLD
-    return group.group_name
+    world: ProcessGroup | None = dist.group.WORLD
+    chosen = world if group is None else group
+    assert chosen is not None, "torch.distributed is initialised"
+    return chosen.group_name
 
 
 def resolve_group(group_name: str) -> ProcessGroup:
@@ -39,7 +40,7 @@ def resolve_group(group_name: str) -> ProcessGroup:
     _check_initialised(f"group {group_name!r}")
     torch_name = _ALIASES.get(group_name, group_name)
     try:
-        return dist.distributed_c10d._resolve_process_group(torch_name)
+        return dist.distributed_c10d._resolve_process_group(torch_name)  # type: ignore[arg-type]
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         known = sorted({*_ALIASES, *_torch_group_names()})
         raise UnknownGroup(

@@ -1,38 +1,62 @@
-"""The table of implementations of the exchange, best first, and the choice among them.
+"""The table of implementations of the exchange, best first.
 
 A backend answers three questions apart: can it run here at all (``unavailable``), does
-it take this call (``declines``), and, by its place in the table, is it preferred.
+it take this geometry (``declines``), and, by its place in the table, is it preferred.
+Choosing one that all ranks can run is workspace.py's.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcp_inductor.runtime.backends.collective import Collective
-from dcp_inductor.runtime.call import ExchangeCall
+from dcp_inductor.runtime.backends.symm_mem import SymmMem
+from dcp_inductor.runtime.call import ExchangeCall, Geometry
 
 Merged = tuple[Tensor, Tensor]
+
+
+class Buffers(Protocol):
+    """A backend's memory for one reservation: ``num_slots`` independent slots."""
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of this rank, all slots."""
+
+    def connect(self) -> None:
+        """Make the peers' buffers usable; all ranks call it. Then slots are ready."""
+
+    def run(self, call: ExchangeCall, slot: int) -> Merged:
+        """Run a call of at most max_tokens on the current stream, on ``slot``."""
+
+    def failure(self, slot: int) -> str | None:
+        """What spoilt the slot (a peer that never came, another call), or None."""
 
 
 class Backend(Protocol):
     """One way to run the exchange."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    # True if a call needs Buffers; False if any call runs at once, through run_direct.
+    needs_buffers: bool
 
-    def unavailable(self, group: ProcessGroup, device_type: str) -> str | None:
+    def unavailable(self, group: ProcessGroup, device: torch.device) -> str | None:
         """Why this backend can't run for ``group`` on this rank, or None."""
 
-    def run(self, call: ExchangeCall) -> Merged:
-        """``(out [B, H/N, D], lse [B, H/N])``, contiguous and fresh."""
+    def declines(self, geometry: Geometry) -> str | None:
+        """Why it can't take calls of this geometry, or None; equal on all ranks."""
+
+    def allocate(
+        self, group: ProcessGroup, geometry: Geometry, device: torch.device
+    ) -> Buffers:
+        """This rank's memory, alone; may raise out-of-memory."""
+
+    def run_direct(self, call: ExchangeCall) -> Merged:
+        """Run a call that needs no buffers."""
 
 
-BACKENDS: tuple[Backend, ...] = (Collective(),)
-
-
-def run(call: ExchangeCall) -> Merged:
-    """Run one checked call on the backend of its group."""
-    return BACKENDS[-1].run(call)
+BACKENDS: tuple[Backend, ...] = (SymmMem(), Collective())

@@ -10,13 +10,15 @@ What travels to one peer, all in one message:
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcp_inductor.merge import merge
-from dcp_inductor.runtime.call import ExchangeCall
+from dcp_inductor.runtime.call import ExchangeCall, Geometry
 
 _ALIGNMENT = 16
 _LSE_BYTES = 4
@@ -26,13 +28,25 @@ class Collective:
     """Exchange through ``torch.distributed.all_to_all_single`` (gloo, NCCL)."""
 
     name = "collective"
+    needs_buffers = False
 
-    def unavailable(self, group: ProcessGroup, device_type: str) -> str | None:
+    def unavailable(self, group: ProcessGroup, device: torch.device) -> str | None:
         """None: the group that the caller computes with can always exchange bytes."""
-        del group, device_type
+        del group, device
         return None
 
-    def run(self, call: ExchangeCall) -> tuple[Tensor, Tensor]:
+    def declines(self, geometry: Geometry) -> str | None:
+        """None: any geometry is bytes."""
+        del geometry
+        return None
+
+    def allocate(
+        self, group: ProcessGroup, geometry: Geometry, device: torch.device
+    ) -> NoReturn:
+        """Never called: this backend keeps nothing between calls."""
+        raise AssertionError("the collective backend has no buffers")
+
+    def run_direct(self, call: ExchangeCall) -> tuple[Tensor, Tensor]:
         """Two copies, one all-to-all and the merge of merge.py."""
         n, b, h = call.cp_size, call.num_tokens, call.heads_per_rank
         o_shape = (n, b, h, call.partial_o.shape[2])
