@@ -21,7 +21,7 @@ from torch.fx import Graph
 from dcp_inductor.compiler import lowering
 from dcp_inductor.compiler.exchange import Exchange
 from dcp_inductor.compiler.proof import Proof, prove
-from dcp_inductor.compiler.region import Proposal, RegionFinder
+from dcp_inductor.compiler.region import Proposal, Region, RegionFinder
 from dcp_inductor.compiler.rewrite import rewrite
 from dcp_inductor.config import Config
 from dcp_inductor.errors import FusionMissed
@@ -119,7 +119,7 @@ def _attempt(graph: Graph, proposal: Proposal) -> Finding:
     name = " and ".join(str(exchange.node.name) for exchange in proposal.exchanges)
     miss = proposal.miss
     for region in proposal.regions:
-        verdict = prove(region)
+        verdict = _verdict(region)
         if isinstance(verdict, Proof):
             rewrite(graph, region, verdict)
             counters["inductor"][COUNTER] += 1
@@ -137,6 +137,15 @@ def _attempt(graph: Graph, proposal: Proposal) -> Finding:
         miss = verdict if miss is None else miss
     assert miss is not None, "no region comes with a miss"
     return Finding(name, first.group_name, first.num_ranks, False, miss.reason)
+
+
+def _verdict(region: Region) -> Proof | Miss:
+    """The proof's verdict; a bug in it is a refusal with a trace, no dead compile."""
+    try:
+        return prove(region)
+    except Exception as error:
+        log.exception("the proof of %s failed", region)
+        return Miss(f"internal error in the proof: {type(error).__name__}: {error}")
 
 
 def _publish(report: GraphReport) -> None:

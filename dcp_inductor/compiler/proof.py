@@ -354,16 +354,18 @@ class Judge:
         wanted, _ = merge(rows.partial_o, rows.lse, lse_mode=lse_mode)
         scale, _ = merge(rows.partial_o.abs(), rows.lse, lse_mode=lse_mode)
 
-        def shaped(per_row: Tensor) -> Tensor:
-            full = per_row.unsqueeze(-1).expand(wanted.shape)
-            return apply(self.layout.out, full, rows.one_partial_o)
-
-        wanted, scale = (
-            apply(self.layout.out, x, rows.one_partial_o) for x in (wanted, scale)
+        full_shape = wanted.shape
+        wanted, scale, tolerance, pattern = (
+            apply(self.layout.out, x.expand(full_shape), rows.one_partial_o)
+            for x in (
+                wanted,
+                scale,
+                (self.tolerance + _TOLERANCE_PER_LSE * rows.largest_lse())[..., None],
+                rows.pattern[..., None],
+            )
         )
         relative = (got - wanted).abs() / scale.clamp(min=torch.finfo(self.dtype).tiny)
-        tolerance = self.tolerance + _TOLERANCE_PER_LSE * rows.largest_lse()
-        return _worst(relative, got, shaped(tolerance), shaped(rows.pattern), names)
+        return _worst(relative, got, tolerance, pattern, names)
 
     def _lse_error(
         self, lse_mode: LseMode, rows: _Rows, got: Tensor, names: list[str]
