@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from dcp_inductor.compiler.movement import constant_tensor
 from dcp_inductor.compiler.region import Region
 from dcp_inductor.compiler.symbols import assignments
 
@@ -78,12 +79,8 @@ class _Writer:
 
 def _attribute(node: Node) -> str:
     """A constant by its content: two graphs' constants of one name can differ."""
-    module: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        module = getattr(module, part, None)
-    if not isinstance(module, Tensor) or isinstance(
-        module, torch._subclasses.FakeTensor
-    ):
+    value = constant_tensor(node)
+    if value is None:
         return f"unknown {id(node)}"
-    raw = module.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    raw = value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(raw).hexdigest()

@@ -9,17 +9,18 @@ import functools
 import hashlib
 import importlib.metadata
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._logging import trace_structured
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from dcp_inductor.compiler import lowering
-from dcp_inductor.compiler.exchange import Exchange
+from dcp_inductor.compiler.exchange import find_exchanges
 from dcp_inductor.compiler.proof import Proof, prove
 from dcp_inductor.compiler.region import Proposal, Region, RegionFinder
 from dcp_inductor.compiler.rewrite import rewrite
@@ -57,13 +58,12 @@ class DcpFusionPass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         if not self.config.enabled:
             return
-        finder = RegionFinder(graph)
         num_nodes = len(graph.nodes)
-        if not finder.found:
+        if not find_exchanges(graph):
             self._tell(GraphReport((), num_nodes, num_nodes))
             return
         before = _text(graph)
-        findings = tuple(_settle(graph, finder))
+        findings = tuple(_settle(graph))
         report = GraphReport(
             findings, num_nodes, len(graph.nodes), before, _text(graph)
         )
@@ -100,34 +100,48 @@ class DcpFusionPass(CustomGraphPass):
         warnings.warn(text, stacklevel=2)
 
 
-def _settle(graph: Graph, finder: RegionFinder) -> list[Finding]:
-    """A finding for each exchange: propose, prove, rewrite."""
-    findings: list[Finding] = []
-    settled: set[Exchange] = set()
-    for node, exchange in finder.found:
+def _settle(graph: Graph) -> Iterator[Finding]:
+    """A finding for each exchange: propose, prove, rewrite.
+
+    A rewrite makes what was found before it stale, so the graph is read again.
+    """
+    settled: set[Node] = set()
+    finder: RegionFinder | None = None
+    while True:
+        finder = RegionFinder(graph) if finder is None else finder
+        fresh = [found for found in finder.found if found[0] not in settled]
+        if not fresh:
+            return
+        node, exchange = fresh[0]
         if isinstance(exchange, Miss):
-            findings.append(Finding(node.name, "", 0, False, exchange.reason))
-        elif exchange not in settled:
-            proposal = finder.propose(exchange)
-            settled.update(proposal.exchanges)
-            findings.append(_attempt(graph, proposal))
-    return findings
+            settled.add(node)
+            yield Finding(node.name, "", 0, False, exchange.reason)
+            continue
+        proposal = finder.propose(exchange)
+        settled.update(member.node for member in proposal.exchanges)
+        finding = _attempt(graph, proposal)
+        if finding.fused:
+            finder = None
+        yield finding
 
 
 def _attempt(graph: Graph, proposal: Proposal) -> Finding:
     first = proposal.exchanges[0]
-    name = " and ".join(str(exchange.node.name) for exchange in proposal.exchanges)
+    finding = Finding(
+        " and ".join(exchange.node.name for exchange in proposal.exchanges),
+        first.group_name,
+        first.num_ranks,
+        False,
+    )
     miss = proposal.miss
     for region in proposal.regions:
         verdict = _verdict(region)
         if isinstance(verdict, Proof):
             rewrite(graph, region, verdict)
             counters["inductor"][COUNTER] += 1
-            return Finding(
-                name,
-                first.group_name,
-                first.num_ranks,
-                True,
+            return replace(
+                finding,
+                fused=True,
                 lse_mode=verdict.lse_mode,
                 error=verdict.error,
                 tolerance=verdict.tolerance,
@@ -136,7 +150,7 @@ def _attempt(graph: Graph, proposal: Proposal) -> Finding:
             )
         miss = verdict if miss is None else miss
     assert miss is not None, "no region comes with a miss"
-    return Finding(name, first.group_name, first.num_ranks, False, miss.reason)
+    return replace(finding, reason=miss.reason)
 
 
 def _verdict(region: Region) -> Proof | Miss:

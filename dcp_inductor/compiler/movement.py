@@ -4,7 +4,8 @@ NOTE [movement]
 The walk from an exchange back to the partials passes what neither computes nor
 chooses by value: views, permutes, slices, scatters of whole slices, cat, clone and
 bit-casts. An arithmetic op ends the walk, so the partials are what the last arithmetic
-before the exchange made. Widening a payload (bf16 to fp32) is exact and passes too:
+before the exchange made. So does an op that repeats elements: what it made is what the
+exchange shares out. Widening a payload (bf16 to fp32) is exact and passes too:
 what travels is worth no more than what was widened.
 """
 
@@ -14,6 +15,7 @@ import operator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 from torch.fx import Node
 
 aten = torch.ops.aten
@@ -70,6 +72,11 @@ def is_mover(node: Node) -> bool:
     """True if the node's value is made of its inputs' bits, placed by shape alone."""
     if node.target is operator.getitem:
         return node.all_input_nodes[0].target in _SPLITTERS
+    if node.target is aten.expand.default:
+        return node.meta["val"].numel() == node.all_input_nodes[0].meta["val"].numel()
+    if node.target is aten.cat.default:
+        parts: Any = node.args[0]
+        return len({*parts}) == len(parts)
     return node.op == "call_function" and node.target in _MOVERS
 
 
@@ -112,3 +119,23 @@ def is_constant(node: Node) -> bool:
         and not node.target._schema.is_mutable
         and torch.Tag.nondeterministic_seeded not in node.target.tags
     )
+
+
+def takes_a_number(parameter: Any) -> bool:
+    """True for a parameter of an op's schema that takes part in its numbers.
+
+    Sizes, axes and dtypes are written ``int`` there, numbers ``number``, ``float`` or
+    (a scalar in a tensor's place) ``Tensor``.
+    """
+    kind = str(parameter.real_type).removeprefix("Optional[").removesuffix("]")
+    return kind in ("number", "float", "Tensor")
+
+
+def constant_tensor(node: Node) -> torch.Tensor | None:
+    """The value of a get_attr node on the CPU, or None if it has none here."""
+    value: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    if not isinstance(value, torch.Tensor) or is_fake(value):
+        return None
+    return value.detach().cpu()

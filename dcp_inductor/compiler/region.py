@@ -197,23 +197,28 @@ class RegionFinder:
         if isinstance(cuts, Miss):
             yield _Ranked(_NOT_TWO, cuts)
             return
-        for sources in cuts:
-            yield from self._with_sources(exchanges, sources)
+        for cut in cuts:
+            found = [
+                r for sources in cut for r in self._with_sources(exchanges, sources)
+            ]
+            yield from found
+            if any(isinstance(region, Region) for region in found):
+                return
 
-    def _cuts(self, exchanges: tuple[Exchange, ...]) -> list[_Sources] | Miss:
-        """Where the walk back through movement leaves exactly two tensors.
+    def _cuts(self, exchanges: tuple[Exchange, ...]) -> list[list[_Sources]] | Miss:
+        """Where the walk back through movement leaves exactly two tensors; each cut
+        with the ways to tell the payload from the LSE.
 
-        The deepest such cut first. Where the payload was widened on the way, the cut
-        after the widening follows: a merge that stays wide ends there.
+        The deepest such cut comes first; the ones before it are for graphs whose
+        partials were widened or repeated before they were packed, and are tried where
+        the deepest leads to no region. None of them goes behind padding: padded heads
+        are no heads.
         """
         frontier = self._variables(exchange.sent for exchange in exchanges)
         pack: list[Node] = []
         cuts: list[tuple[set[Node], int]] = []
-        widened = False
         while True:
             if len(frontier) == 2:
-                if cuts and not widened:
-                    cuts.pop()
                 cuts.append((frontier, len(pack)))
             node = max(
                 (n for n in frontier if is_mover(n) or widens(n)),
@@ -222,15 +227,18 @@ class RegionFinder:
             )
             if node is None:
                 break
-            widened = widens(node)
+            if node.target is torch.ops.aten.constant_pad_nd.default:
+                cuts.clear()
             pack.append(node)
             frontier = frontier - {node} | self._variables(node.all_input_nodes)
         if not cuts:
             return _not_two(frontier)
         return [
-            _Sources(*pair, tuple(self._with_constants(pack[:length])))
+            [
+                _Sources(*pair, tuple(self._with_constants(pack[:length])))
+                for pair in _orders(ends)
+            ]
             for ends, length in reversed(cuts)
-            for pair in _orders(ends)
         ]
 
     def _variables(self, nodes: Iterable[Node]) -> set[Node]:
@@ -305,8 +313,19 @@ class RegionFinder:
             merged,
             merged_lse,
         )
-        mutated = self._mutated(region)
-        return _Ranked(_TELLING, mutated) if mutated is not None else region
+        for miss in (self._mutated(region), self._too_early(region)):
+            if miss is not None:
+                return _Ranked(_TELLING, miss)
+        return region
+
+    def _too_early(self, region: Region) -> Miss | None:
+        """A miss if a result is read before the last exchange, where the op will be."""
+        last = self.place[region.exchanges[-1].node]
+        for end in (region.merged, region.merged_lse):
+            for user in () if end is None else end.users:
+                if self.place[user] < last and user not in region.combine:
+                    return Miss(f"{user.name} reads {end} before the last exchange")
+        return None
 
     def _mutated(self, region: Region) -> Miss | None:
         """A miss if a mutation stands between the pack and the merged result."""
@@ -379,6 +398,8 @@ def _check_partials(
     partial_o: Node, partial_lse: Node, numels: tuple[int, int], num_ranks: int
 ) -> Miss | None:
     o, lse = partial_o.meta["val"], partial_lse.meta["val"]
+    if numels[0] == 0:
+        return Miss("the batch is empty")
     if lse.dtype != torch.float32:
         return Miss(f"the LSE {partial_lse.name} is {lse.dtype}, not fp32")
     if o.dtype not in PARTIAL_DTYPES:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from dcp_inductor.compiler.movement import is_size
+from dcp_inductor.compiler.movement import constant_tensor, is_size
 from dcp_inductor.compiler.region import Region
 from dcp_inductor.compiler.symbols import Assignment
 
@@ -109,7 +109,7 @@ class Simulation:
         if is_size(node):
             return self._concrete(node.meta["val"])
         if node.op == "get_attr":
-            return _constant_tensor(node)
+            return _constant_value(node)
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
         try:
             result = node.target(*self._concrete(args), **self._concrete(kwargs))  # type: ignore
@@ -160,15 +160,11 @@ def _strided_like(data: Tensor, node: Node, sizes: Assignment) -> Tensor:
     return strided.copy_(data)
 
 
-def _constant_tensor(node: Node) -> Tensor:
-    module: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        module = getattr(module, part)
-    if not isinstance(module, Tensor) or isinstance(
-        module, torch._subclasses.FakeTensor
-    ):
+def _constant_value(node: Node) -> Tensor:
+    value = constant_tensor(node)
+    if value is None:
         raise CantSimulate(f"the constant {node.target} has no value at compile time")
-    return module.detach().to(_CPU)
+    return value
 
 
 def _leaves_garbage(node: Node) -> bool:

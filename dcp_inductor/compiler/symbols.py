@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import sympy
 import torch
 from torch.fx import Node
+from torch.utils._sympy.functions import FloorDiv
 
-# Coprime to each other and to usual head counts, so that sizes don't coincide.
+# Coprime to each other and to usual head counts, so that sizes don't coincide; times
+# the first multiple at which every quotient of the graph is exact.
 _VALUES = (5, 7, 11, 13, 17, 19)
+_MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
 @dataclass(frozen=True)
@@ -40,29 +44,40 @@ def assignments(nodes: Iterable[Node]) -> tuple[Assignment, ...]:
     Symbols of equal hint get equal values: sglang's batch of ``o`` and of ``lse`` are
     two symbols that only the run ties together.
     """
-    symbols = _free_symbols(nodes)
+    sizes = [size for node in nodes for size in _sym_ints(node.meta.get("val"))]
+    symbols = {
+        symbol: _hint(size, symbol)
+        for size in sizes
+        for symbol in sorted(size.node.expr.free_symbols, key=str)
+    }
     if not symbols:
         return (Assignment(()),)
+    quotients = {q for size in sizes for q in size.node.expr.atoms(FloorDiv)}
+    for multiple in _MULTIPLES:
+        found = tuple(_assignment(symbols, shift, multiple) for shift in (0, 1))
+        if all(map(partial(_exact, quotients), found)):
+            break
+    return found
+
+
+def _assignment(
+    symbols: dict[sympy.Symbol, object], shift: int, multiple: int
+) -> Assignment:
     hints = {hint: place for place, hint in enumerate(dict.fromkeys(symbols.values()))}
-    return tuple(
-        Assignment(
-            tuple(
-                (symbol, _VALUES[(hints[hint] + shift) % len(_VALUES)])
-                for symbol, hint in symbols.items()
-            )
+    return Assignment(
+        tuple(
+            (symbol, multiple * _VALUES[(hints[hint] + shift) % len(_VALUES)])
+            for symbol, hint in symbols.items()
         )
-        for shift in (0, 1)
     )
 
 
-def _free_symbols(nodes: Iterable[Node]) -> dict[sympy.Symbol, object]:
-    """Every symbol in the sizes of the nodes' values, with its hint."""
-    found: dict[sympy.Symbol, object] = {}
-    for node in nodes:
-        for value in _sym_ints(node.meta.get("val")):
-            for symbol in sorted(value.node.expr.free_symbols, key=str):
-                found.setdefault(symbol, _hint(value, symbol))
-    return found
+def _exact(quotients: Iterable[sympy.Expr], assignment: Assignment) -> bool:
+    values = dict(assignment.values)
+    return all(
+        base.xreplace(values) % divisor.xreplace(values) == 0
+        for base, divisor in (quotient.args for quotient in quotients)
+    )
 
 
 def _hint(value: torch.SymInt, symbol: sympy.Symbol) -> object:

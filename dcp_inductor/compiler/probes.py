@@ -1,0 +1,276 @@
+"""The data that a proof runs a region on. What it should give is proof.py's.
+
+NOTE [probes]
+A row is one (token, head) of all ranks. Each gets a pattern of LSEs over the ranks,
+drawn for it alone; a run deals the patterns to rows in turn, and the runs shift the
+deal, so that a row meets many of them. Payloads come in two kinds:
+- columns: rank r holds 1 in the columns d = r mod N and 0 elsewhere, so that each
+  element of the result is one rank's weight by itself, to be judged relative to that
+  weight, however small: a temperature, a clamp or an epsilon that a sum would hide
+  shows.
+- random: every element of every rank counts, in its place; in sizes from 2**-40 to
+  2**40 (as the dtype allows), some rows all zero.
+
+NOTE [the graph's constants]
+Between thresholds a merge is made of exp, log, products, sums and max, which random
+data settle. A threshold stands in the graph as a number. So LSEs, gaps and payloads
+near each number of the region (and its logarithms, reciprocal and negative) are probed
+too, mixed and alone, since a condition may look at the whole batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from dcp_inductor.compiler.movement import constant_tensor, takes_a_number
+from dcp_inductor.compiler.region import Region
+
+_SEED = 20240229
+# A proof's mixed runs stop being added at this many payload elements of all ranks.
+_BUDGET_ELEMENTS = 2**24
+_MAX_CONSTANTS = 12
+_TRIVIAL = (0.0, 1.0, math.log(2), math.log2(math.e))
+
+# Sizes of random payloads, within what the dtype holds to full precision.
+_WIDE_SIZES = (1.0, 2.0**40, 2.0**12, 2.0**-12, 2.0**-40)
+_PAYLOAD_SIZES = {
+    torch.float32: _WIDE_SIZES,
+    torch.bfloat16: _WIDE_SIZES,
+    torch.float16: (1.0, 2.0**10, 2.0**5, 2.0**-5),
+    torch.float8_e4m3fn: (1.0, 2.0**5),
+    torch.float8_e5m2: (1.0, 2.0**10),
+}
+
+Rng = torch.Generator
+Pattern = Callable[[int, int, Rng], Tensor]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One run: payload ``[N, rows, D]`` fp32 and LSE ``[N, rows]`` fp32.
+
+    kind ``[rows]``: the index in names of each row's pattern. every_receiver: look at
+    what all ranks get, not at a few.
+    """
+
+    payload: Tensor
+    lse: Tensor
+    kind: Tensor
+    names: tuple[str, ...]
+    every_receiver: bool = False
+
+
+def _random(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
+    return torch.rand(num_ranks, num_rows, generator=rng) * 8 - 4
+
+
+def _equal(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
+    return _random(1, num_rows, rng).expand(num_ranks, -1)
+
+
+def _whole(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
+    return torch.randint(-3, 4, (num_ranks, num_rows), generator=rng).float()
+
+
+def _order(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
+    """``[N, rows]``: 0 .. N - 1 in random order, row by row."""
+    return torch.rand(num_ranks, num_rows, generator=rng).argsort(0).float()
+
+
+def _gaps(gap: float) -> Pattern:
+    def pattern(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
+        offset = torch.rand(num_rows, generator=rng)
+        return offset - _order(num_ranks, num_rows, rng) * gap
+
+    return pattern
+
+
+def _around(center: float) -> Pattern:
+    return lambda num_ranks, num_rows, rng: center + _random(num_ranks, num_rows, rng)
+
+
+def _any_size(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
+    """Centers of 1 to 1e6, both signs, gaps of 1e-3 to 300: log-uniform."""
+    center = 10 ** (torch.rand(num_rows, generator=rng) * 6)
+    sign = torch.randint(0, 2, (num_rows,), generator=rng) * 2 - 1
+    gap = 10 ** (torch.rand(num_rows, generator=rng) * 5.5 - 3)
+    return sign * center - _order(num_ranks, num_rows, rng) * gap
+
+
+def _with_empty(num_empty: Callable[[int], int]) -> Pattern:
+    """Random LSEs with -inf on some ranks."""
+
+    def pattern(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
+        empty = _order(num_ranks, num_rows, rng) < num_empty(num_ranks)
+        return torch.where(empty, -torch.inf, _random(num_ranks, num_rows, rng))
+
+    return pattern
+
+
+def _near(values: Sequence[float]) -> Pattern:
+    """Each row near one of ``values``: a few per cent off, exactly there, or within 4,
+    on all ranks or on some."""
+
+    def pattern(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
+        choice = torch.randint(len(values), (num_rows,), generator=rng)
+        center = torch.tensor(values)[choice]
+        noise = torch.randn(num_ranks, num_rows, generator=rng)
+        manner = torch.randint(4, (num_ranks, num_rows), generator=rng)
+        near = torch.stack(
+            [
+                center * (1 + 0.05 * noise),
+                center.expand(num_ranks, -1),
+                center + 0.01 * noise,
+                center + 2 * noise,
+            ]
+        ).gather(0, manner.unsqueeze(0))[0]
+        some = torch.rand(num_ranks, num_rows, generator=rng) < 0.5
+        whole_row = torch.rand(num_rows, generator=rng) < 0.7
+        return torch.where(some | whole_row, near, _random(num_ranks, num_rows, rng))
+
+    return pattern
+
+
+def _gaps_near(values: Sequence[float]) -> Pattern:
+    def pattern(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
+        choice = torch.randint(len(values), (num_rows,), generator=rng)
+        gap = torch.tensor(values)[choice].abs()
+        gap = gap * (0.8 + 0.4 * torch.rand(num_rows, generator=rng))
+        order = _order(num_ranks, num_rows, rng)
+        return torch.rand(num_rows, generator=rng) - order * gap
+
+    return pattern
+
+
+_LEVELS = (40, -40, 150, -150, 400, -400, 1000, -1000, 5000, -5000)
+ORDINARY = "ordinary LSEs"
+PATTERNS: dict[str, Pattern] = {
+    ORDINARY: _random,
+    "equal LSEs": _equal,
+    "whole LSEs": _whole,
+    "LSEs 0.01 apart": _gaps(0.01),
+    "LSEs 0.1 apart": _gaps(0.1),
+    "LSEs 1 apart": _gaps(1.0),
+    "LSEs 8 apart": _gaps(8.0),
+    "LSEs 20 apart": _gaps(20.0),
+    "LSEs 60 apart": _gaps(60.0),
+    **{f"LSEs near {level}": _around(level) for level in _LEVELS},
+    "LSEs of any size": _any_size,
+    "one empty shard": _with_empty(lambda num_ranks: 1),
+    "all but one shard empty": _with_empty(lambda num_ranks: num_ranks - 1),
+    "all shards empty": _with_empty(lambda num_ranks: num_ranks),
+}
+# On these, a merge that means anything is finite.
+MUST_BE_FINITE = (ORDINARY, "equal LSEs", "LSEs 0.1 apart", "LSEs 1 apart")
+
+
+class Prober:
+    """Makes the probes of one region: N ranks, ``num_rows`` rows of ``head_dim``."""
+
+    def __init__(self, region: Region, num_rows: int, head_dim: int) -> None:
+        self.num_ranks = region.num_ranks
+        self.num_rows = num_rows
+        self.head_dim = head_dim
+        self.dtype: torch.dtype = region.partial_o.meta["val"].dtype
+        self.constants = graph_constants(region)
+        self.patterns = dict(PATTERNS)
+        if self.constants:
+            self.patterns["LSEs near the graph's constants"] = _near(self.constants)
+            self.patterns["LSEs as far apart as the graph's constants"] = _gaps_near(
+                self.constants
+            )
+
+    def ordinary(self) -> Iterator[Probe]:
+        """What settles the base, looked at on every rank."""
+        yield from self._probes({ORDINARY: _random}, 0, every_receiver=True)
+
+    def all(self) -> Iterator[Probe]:
+        """Every pattern: dealt to the rows, then, near the constants, each alone."""
+        for shift in range(self._num_runs()):
+            yield from self._probes(self.patterns, shift)
+        for place, value in enumerate(self.constants):
+            name = f"LSEs near {value:.4g}, a constant of the graph"
+            yield from self._probes({name: _near([value])}, 1000 + place)
+
+    def _num_runs(self) -> int:
+        elements = self.num_ranks * self.num_rows * self.head_dim
+        return max(2, min(len(self.patterns), _BUDGET_ELEMENTS // elements))
+
+    def _probes(
+        self, patterns: dict[str, Pattern], shift: int, every_receiver: bool = False
+    ) -> Iterator[Probe]:
+        rng = torch.Generator().manual_seed(_SEED + shift)
+        kind = (torch.arange(self.num_rows) + shift) % len(patterns)
+        draws = [p(self.num_ranks, self.num_rows, rng) for p in patterns.values()]
+        lse = torch.stack(draws).gather(0, kind.expand(1, self.num_ranks, -1))[0]
+        payloads = [self._columns(shift)]
+        payloads.append(self._random_payload(shift, rng, plain=every_receiver))
+        for payload in payloads:
+            yield Probe(payload, lse, kind, tuple(patterns), every_receiver)
+
+    def _columns(self, shift: int) -> Tensor:
+        """Rank r: 1 in the columns r mod N. Of few columns, other ranks' each run."""
+        rank = torch.arange(self.num_ranks).reshape(-1, 1, 1)
+        column = torch.arange(self.head_dim) + shift * self.head_dim
+        ones = (column % self.num_ranks == rank).float()
+        return ones.expand(-1, self.num_rows, -1)
+
+    def _random_payload(self, shift: int, rng: Rng, plain: bool) -> Tensor:
+        shape = (self.num_ranks, self.num_rows, self.head_dim)
+        payload = torch.randn(shape, generator=rng)
+        if plain:
+            return payload
+        largest = torch.finfo(self.dtype).max / 16
+        near = [abs(c) for c in self.constants if 1e-12 < abs(c) < min(largest, 1e12)]
+        sizes = torch.tensor([*_PAYLOAD_SIZES[self.dtype], *near])
+        rows = torch.arange(self.num_rows)
+        place = (rows + rows // len(self.patterns) + shift) % len(sizes)
+        empty = torch.rand(shape[:2], generator=rng) < 0.1
+        payload = payload * sizes[place].unsqueeze(-1)
+        return torch.where(empty.unsqueeze(-1), 0.0, payload)
+
+
+def graph_constants(region: Region) -> tuple[float, ...]:
+    """The numbers of a region that aren't sizes, with what they may be in an LSE."""
+    found: dict[float, None] = {}
+    for node in (*region.pack, *region.combine):
+        for number in _numbers(node):
+            if math.isfinite(number) and abs(number) not in _TRIVIAL:
+                found[number] = None
+    near: dict[float, None] = {}
+    for number in [*found][:_MAX_CONSTANTS]:
+        size = abs(number)
+        logs = (math.log(size), math.log2(size)) if size else ()
+        for value in (number, -number, 1 / number, *logs):
+            if abs(value) < 3e38:
+                near[value] = None
+    return tuple(near)
+
+
+def _numbers(node: Node) -> list[float]:
+    if node.op == "get_attr":
+        tensor = constant_tensor(node)
+        if tensor is None or tensor.numel() > 64 or tensor.is_complex():
+            return []
+        return [float(value) for value in tensor.flatten().tolist()]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    parameters = node.target._schema.arguments
+    given: list[Any] = [v for _, v in zip(parameters, node.args, strict=False)]
+    by_name = {parameter.name: parameter for parameter in parameters}
+    pairs = [*zip(parameters, given, strict=False)]
+    pairs += [(by_name[name], value) for name, value in node.kwargs.items()]
+    return [
+        float(value)
+        for parameter, value in pairs
+        if takes_a_number(parameter)
+        and isinstance(value, (int, float))
+        and not isinstance(value, bool)
+    ]
