@@ -99,3 +99,21 @@ def save(name: str, payload: dict[str, Any]) -> None:
     folder = Path(os.environ.get("BENCH_OUT", "."))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(payload, indent=1))
+
+
+def chain(o: torch.Tensor, lse: torch.Tensor, n: int, group: str) -> torch.Tensor:
+    """The exchange in plain torch: payload bits, then LSE bits, to each peer in one
+    all-to-all; merge in base 2, guarded against empty shards."""
+    b, h, d = o.shape
+    shape = (n, b, h // n)
+    o_parts = o.view(b, n, h // n, d).transpose(0, 1).reshape(n, -1)
+    lse_parts = lse.view(b, n, h // n).transpose(0, 1).reshape(n, -1)
+    sent = torch.cat([o_parts, lse_parts.view(o.dtype)], 1)
+    received = dist._functional_collectives.all_to_all_single(sent, None, None, group)
+    payload = b * (h // n) * d
+    got_o = received[:, :payload].reshape(*shape, d).float()
+    got_lse = received[:, payload:].contiguous().view(torch.float32).view(*shape, 1)
+    top = got_lse.amax(0, keepdim=True)
+    top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
+    weight = torch.exp2(got_lse - top)
+    return ((got_o * weight).sum(0) / weight.sum(0).clamp(min=1.0)).to(o.dtype)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from common import graph_of, interleaved_us, machine, save, start, stop
+from common import chain, graph_of, interleaved_us, machine, save, start, stop
 from torch.distributed import _symmetric_memory as symm_mem
 
 import dcp_inductor
@@ -36,21 +36,6 @@ from dcp_inductor.runtime.call import ExchangeCall
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 HEAD_DIM = 512
-
-
-def chain(o: torch.Tensor, lse: torch.Tensor, n: int, group: str) -> torch.Tensor:
-    """Pack LSE bits behind the payload, one all-to-all, merge in base 2."""
-    b, h, d = o.shape
-    o_parts = o.view(b, n, h // n, d).transpose(0, 1)
-    lse_parts = lse.view(b, n, h // n, 1).transpose(0, 1).contiguous()
-    sent = torch.cat([o_parts, lse_parts.view(o.dtype)], -1)
-    received = dist._functional_collectives.all_to_all_single(sent, None, None, group)
-    got_lse = received[..., d:].contiguous().view(torch.float32)
-    top = got_lse.amax(0, keepdim=True)
-    top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
-    weight = torch.exp2(got_lse - top)
-    total = (received[..., :d].float() * weight).sum(0)
-    return (total / weight.sum(0).clamp(min=1.0)).to(o.dtype)
 
 
 @triton.jit
@@ -112,6 +97,7 @@ def compiled(n: int, group: str, with_pass: bool) -> Any:
 
 def measure(b: int, h: int, rank: int, n: int, floors: Floors) -> dict[str, float]:
     """One row of the table: microseconds of every variant at batch ``b``."""
+    torch._dynamo.reset()
     group = dist.group.WORLD
     name = group.group_name
     rng = torch.Generator(device="cuda").manual_seed(b)
@@ -146,6 +132,7 @@ def measure(b: int, h: int, rank: int, n: int, floors: Floors) -> dict[str, floa
 
 def host_us(h: int, rank: int, n: int) -> dict[str, float]:
     """Host microseconds a call without CUDA graphs: the compiled op, a bare launch."""
+    torch._dynamo.reset()
     o = torch.randn(1, h, HEAD_DIM, device="cuda").bfloat16()
     lse = torch.randn(1, h, device="cuda")
     name = dist.group.WORLD.group_name

@@ -36,7 +36,7 @@ class Finding:
 
     exchange: which collectives, readable. group: its name in the graph.
     num_ranks: N. lse_mode, error, tolerance: of the proof, None where there was none;
-    both are relative, error is the largest over all probes that held.
+    both are relative, on ordinary LSEs; probes beyond them have their own tolerance.
     from_memo: the same region was proved before in this process.
     """
 

@@ -6,6 +6,7 @@ business; nothing here judges whether the exchange is DCP's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from dcp_inductor.compiler.movement import is_mover
 from dcp_inductor.report import Miss
 
 
@@ -21,14 +23,17 @@ class Exchange:
     """One all-to-all: rank r's chunk p of ``sent`` becomes rank p's chunk r.
 
     node: the collective. sent: what it reads, cut into num_ranks equal chunks of its
-    flat elements in order. received: the nodes that hold its result.
+    flat elements in order. received: the nodes that hold its result. num_ranks: None
+    where the graph doesn't say, NOTE [number of ranks] of region.py. buffer: what makes
+    the memory that a host's op receives into, in graph order.
     """
 
     node: Node
     sent: Node
     received: tuple[Node, ...]
     group_name: str
-    num_ranks: int
+    num_ranks: int | None
+    buffer: tuple[Node, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.node.name} on group {self.group_name!r}"
@@ -91,6 +96,103 @@ def _read_functional_all_to_all(node: Node) -> Found:
     )
 
 
+@dataclass(frozen=True)
+class MutableOp:
+    """A host's all-to-all that writes into an argument: the names of its arguments."""
+
+    sent: str
+    received: str
+    group: str
+
+
+# By qualified name: a host's op is known here without the host being importable.
+MUTABLE_ALL_TO_ALLS = {
+    "sglang::reg_all_to_all_single": MutableOp("input", "output", "group_name"),
+}
+
+
+def _read_mutable_all_to_all(node: Node) -> Found:
+    """A host op that writes its result into a buffer, functionalized by AOTAutograd.
+
+        v2: auto_functionalized_v2(op, input=sent, group_name=.., _output_base_index=0,
+                                   _all_bases=[buffer]) -> getitem(1)
+        v1: auto_functionalized(op, output=buffer, input=sent, group_name=..)
+                                                        -> getitem(1)
+
+    torch 2.11 to 2.14; SGLang 0.5.23 compiles its piecewise graphs with v1. The results
+    of the op itself (None where it has none) come before the buffers.
+    """
+    if node.target not in _FUNCTIONALIZED:
+        return None
+    op: Any = node.args[0]
+    if op._schema.name not in MUTABLE_ALL_TO_ALLS:
+        return None
+    names = MUTABLE_ALL_TO_ALLS[op._schema.name]
+    written = [p.name for p in op._schema.arguments if p.alias_info is not None]
+    if node.target is torch.ops.higher_order.auto_functionalized_v2:
+        place: Any = node.kwargs[f"_{names.received}_base_index"]
+        buffer: Any = node.kwargs["_all_bases"][place]  # type: ignore[index]
+        if not _covers(node, f"_{names.received}", buffer):
+            return Miss("it receives into a part of a larger buffer")
+    else:
+        place, buffer = written.index(names.received), node.kwargs[names.received]
+    views = _views(buffer)
+    owner = views[0]
+    if owner.op in ("placeholder", "get_attr"):
+        return Miss(
+            f"it receives into {owner.name}, a buffer of the caller: what is in it "
+            "afterwards can be observed, so the exchange must stay"
+        )
+    place += max(1, len(op._schema.returns))
+    results = tuple(user for user in node.users if user.args[1] == place)
+    if len(results) < len(node.users):
+        return Miss("more of it is read than what it receives")
+    return Exchange(
+        node,
+        node.kwargs[names.sent],  # type: ignore[arg-type]
+        results,
+        str(node.kwargs[names.group]),
+        num_ranks=None,
+        buffer=views,
+    )
+
+
+_FUNCTIONALIZED = (
+    torch.ops.higher_order.auto_functionalized_v2,
+    torch.ops.higher_order.auto_functionalized,
+)
+
+
+def _covers(node: Node, prefix: str, buffer: Node) -> bool:
+    """True if a v2 argument is all of its base: the base itself, or a flat view."""
+    if f"{prefix}_slice_dim" in node.kwargs:
+        return False
+    if f"{prefix}_storage_offset" not in node.kwargs:
+        return True
+    size: Any = node.kwargs[f"{prefix}_size"]
+    stride: Any = node.kwargs[f"{prefix}_stride"]
+    base = buffer.meta["val"]
+    return bool(
+        node.kwargs[f"{prefix}_storage_offset"] == 0
+        and math.prod(map(_expression, size)) == math.prod(map(_expression, base.shape))
+        and [*map(_expression, stride)] == _contiguous(size)
+        and [*map(_expression, base.stride())] == _contiguous(base.shape)
+    )
+
+
+def _contiguous(shape: Any) -> list[Any]:
+    inner = [*map(_expression, shape)][1:]
+    return [math.prod(inner[place:]) for place in range(len(inner) + 1)]
+
+
+def _views(node: Node) -> tuple[Node, ...]:
+    """``node``, what it is a view of, and so on, outermost last."""
+    views = [node]
+    while is_mover(views[-1]) and len(views[-1].all_input_nodes) == 1:
+        views += views[-1].all_input_nodes
+    return tuple(reversed(views))
+
+
 def _is_wait(node: Node) -> bool:
     return node.target is torch.ops._c10d_functional.wait_tensor.default
 
@@ -109,4 +211,5 @@ def _expression(size: Any) -> Any:
 
 SPELLINGS: tuple[Spelling, ...] = (
     Spelling("functional c10d", _read_functional_all_to_all),
+    Spelling("mutable host op", _read_mutable_all_to_all),
 )

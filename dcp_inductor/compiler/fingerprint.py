@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from dcp_inductor.compiler.movement import constant_tensor
+from dcp_inductor.compiler.opaque import describe, is_kernel
 from dcp_inductor.compiler.region import Region
 from dcp_inductor.compiler.symbols import assignments
 
@@ -17,8 +19,8 @@ from dcp_inductor.compiler.symbols import assignments
 def fingerprint(region: Region) -> str:
     """Nodes by place, ops, arguments, dtypes, sizes and strides of a region.
 
-    Node and group names are left out: layers of one model are equal. Symbols are
-    written as the sizes that the proof gives them.
+    Node and group names are left out: layers of one model are equal. Symbolic sizes are
+    written as expressions, with the sizes that the proof gives their symbols.
     """
     return _Writer(region).text()
 
@@ -27,6 +29,7 @@ class _Writer:
     def __init__(self, region: Region) -> None:
         self.region = region
         self.assignments = assignments(region.nodes)
+        self.symbols: dict[str, str] = {}
         self.place: dict[Node, str] = {
             region.partial_o: "partial_o",
             region.partial_lse: "partial_lse",
@@ -55,6 +58,9 @@ class _Writer:
         call = f"{node.target}{self._argument((node.args, node.kwargs))}"
         if node.op == "get_attr":
             call = _attribute(node)
+        elif is_kernel(node):
+            passed = (node.kwargs["grid"], node.kwargs["kwargs"])
+            return f"{self.place[node]} {describe(node)}{self._argument(passed)}"
         return f"{self.place[node]} {self._value(node)} {call}"
 
     def _argument(self, value: Any) -> str:
@@ -74,7 +80,15 @@ class _Writer:
         return self._argument(value) if not isinstance(value, Node) else ""
 
     def _size(self, size: Any) -> str:
-        return "|".join(str(assignment.size(size)) for assignment in self.assignments)
+        if not isinstance(size, torch.SymInt):
+            return str(size)
+        values = [{str(s): v for s, v in a.values} for a in self.assignments]
+        expr = size.node.expr
+        for symbol in sorted(expr.free_symbols, key=str):
+            known = [value[str(symbol)] for value in values]
+            name = self.symbols.setdefault(str(symbol), f"n{len(self.symbols)}{known}")
+            expr = expr.subs(symbol, sympy.Symbol(name, integer=True, positive=True))
+        return str(expr)
 
 
 def _attribute(node: Node) -> str:

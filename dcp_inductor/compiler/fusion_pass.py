@@ -31,6 +31,8 @@ from dcp_inductor.report import Finding, GraphReport, Miss
 from dcp_inductor.version import source_hash
 
 COUNTER = "dcp_a2a_lse_reduce"
+# A refusal costs a proof for each region proposed; the right one is among the first.
+_MAX_PROOFS = 16
 
 
 class DcpFusionPass(CustomGraphPass):
@@ -130,17 +132,18 @@ def _attempt(graph: Graph, proposal: Proposal) -> Finding:
     finding = Finding(
         " and ".join(exchange.node.name for exchange in proposal.exchanges),
         first.group_name,
-        first.num_ranks,
+        _num_ranks(proposal),
         False,
     )
     miss = proposal.miss
-    for region in proposal.regions:
+    for region in proposal.regions[:_MAX_PROOFS]:
         verdict = _verdict(region)
         if isinstance(verdict, Proof):
             rewrite(graph, region, verdict)
             counters["inductor"][COUNTER] += 1
             return replace(
                 finding,
+                num_ranks=region.num_ranks,
                 fused=True,
                 lse_mode=verdict.lse_mode,
                 error=verdict.error,
@@ -151,6 +154,13 @@ def _attempt(graph: Graph, proposal: Proposal) -> Finding:
         miss = verdict if miss is None else miss
     assert miss is not None, "no region comes with a miss"
     return replace(finding, reason=miss.reason)
+
+
+def _num_ranks(proposal: Proposal) -> int:
+    """N of the exchange, as far as known: 0 where neither graph nor region says."""
+    if proposal.regions:
+        return proposal.regions[0].num_ranks
+    return proposal.exchanges[0].num_ranks or 0
 
 
 def _verdict(region: Region) -> Proof | Miss:

@@ -3,7 +3,8 @@
 NOTE [probes]
 A row is one (token, head) of all ranks. Each gets a pattern of LSEs over the ranks,
 drawn for it alone; a run deals the patterns to rows in turn, and the runs shift the
-deal, so that a row meets many of them. Payloads come in two kinds:
+deal, so that a row meets many of them. Payloads come in two kinds, both in the first
+runs, by turns in later ones:
 - columns: rank r holds 1 in the columns d = r mod N and 0 elsewhere, so that each
   element of the result is one rank's weight by itself, to be judged relative to that
   weight, however small: a temperature, a clamp or an epsilon that a sum would hide
@@ -30,11 +31,15 @@ from torch import Tensor
 from torch.fx import Node
 
 from dcp_inductor.compiler.movement import constant_tensor, takes_a_number
+from dcp_inductor.compiler.opaque import is_kernel
+from dcp_inductor.compiler.opaque import numbers as numbers_of_kernel
 from dcp_inductor.compiler.region import Region
 
 _SEED = 20240229
 # A proof's mixed runs stop being added at this many payload elements of all ranks.
-_BUDGET_ELEMENTS = 2**24
+_BUDGET_ELEMENTS = 2**22
+# Where user kernels run, which may be interpreted: until each pattern met so many rows.
+_ROWS_OF_KERNELS = 6
 _MAX_CONSTANTS = 12
 _TRIVIAL = (0.0, 1.0, math.log(2), math.log2(math.e))
 
@@ -138,6 +143,22 @@ def _near(values: Sequence[float]) -> Pattern:
     return pattern
 
 
+def _above(value: float) -> Pattern:
+    """All ranks of all rows a little above ``value``: what a condition on a whole
+    batch would see."""
+
+    def pattern(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
+        step = torch.rand(num_ranks, num_rows, generator=rng) * 4 + 0.01
+        return value + step * max(1.0, abs(value) / 2**20)
+
+    return pattern
+
+
+def _below(value: float) -> Pattern:
+    above = _above(-value)
+    return lambda num_ranks, num_rows, rng: -above(num_ranks, num_rows, rng)
+
+
 def _gaps_near(values: Sequence[float]) -> Pattern:
     def pattern(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
         choice = torch.randint(len(values), (num_rows,), generator=rng)
@@ -180,6 +201,7 @@ class Prober:
         self.head_dim = head_dim
         self.dtype: torch.dtype = region.partial_o.meta["val"].dtype
         self.constants = graph_constants(region)
+        self.has_kernels = any(map(is_kernel, (*region.pack, *region.combine)))
         self.patterns = dict(PATTERNS)
         if self.constants:
             self.patterns["LSEs near the graph's constants"] = _near(self.constants)
@@ -197,11 +219,17 @@ class Prober:
             yield from self._probes(self.patterns, shift)
         for place, value in enumerate(self.constants):
             name = f"LSEs near {value:.4g}, a constant of the graph"
-            yield from self._probes({name: _near([value])}, 1000 + place)
+            sides = (_near([value]), _above(value), _below(value))
+            for side, pattern in enumerate(sides):
+                yield from self._probes({name: pattern}, 1000 + 3 * place + side)
 
     def _num_runs(self) -> int:
         elements = self.num_ranks * self.num_rows * self.head_dim
-        return max(2, min(len(self.patterns), _BUDGET_ELEMENTS // elements))
+        most = _BUDGET_ELEMENTS // elements
+        if self.has_kernels:
+            rows = _ROWS_OF_KERNELS * len(self.patterns)
+            most = math.ceil(rows / self.num_rows)
+        return max(2, min(len(self.patterns), most))
 
     def _probes(
         self, patterns: dict[str, Pattern], shift: int, every_receiver: bool = False
@@ -210,9 +238,12 @@ class Prober:
         kind = (torch.arange(self.num_rows) + shift) % len(patterns)
         draws = [p(self.num_ranks, self.num_rows, rng) for p in patterns.values()]
         lse = torch.stack(draws).gather(0, kind.expand(1, self.num_ranks, -1))[0]
-        payloads = [self._columns(shift)]
-        payloads.append(self._random_payload(shift, rng, plain=every_receiver))
-        for payload in payloads:
+        if shift < 2 or shift % 2:
+            yield Probe(
+                self._columns(shift), lse, kind, tuple(patterns), every_receiver
+            )
+        if shift < 2 or shift % 2 == 0:
+            payload = self._random_payload(shift, rng, plain=every_receiver)
             yield Probe(payload, lse, kind, tuple(patterns), every_receiver)
 
     def _columns(self, shift: int) -> Tensor:
@@ -234,6 +265,11 @@ class Prober:
         place = (rows + rows // len(self.patterns) + shift) % len(sizes)
         empty = torch.rand(shape[:2], generator=rng) < 0.1
         payload = payload * sizes[place].unsqueeze(-1)
+        if near:
+            exact = torch.tensor(near)[torch.randint(len(near), shape, generator=rng)]
+            payload = torch.where(
+                torch.rand(shape, generator=rng) < 0.2, exact * payload.sign(), payload
+            )
         return torch.where(empty.unsqueeze(-1), 0.0, payload)
 
 
@@ -247,14 +283,15 @@ def graph_constants(region: Region) -> tuple[float, ...]:
     near: dict[float, None] = {}
     for number in [*found][:_MAX_CONSTANTS]:
         size = abs(number)
-        logs = (math.log(size), math.log2(size)) if size else ()
-        for value in (number, -number, 1 / number, *logs):
+        for value in (number, -number, 1 / number, math.log(size), math.log2(size)):
             if abs(value) < 3e38:
                 near[value] = None
     return tuple(near)
 
 
 def _numbers(node: Node) -> list[float]:
+    if is_kernel(node):
+        return numbers_of_kernel(node)
     if node.op == "get_attr":
         tensor = constant_tensor(node)
         if tensor is None or tensor.numel() > 64 or tensor.is_complex():

@@ -7,6 +7,12 @@ follows data and counts elements. Whether the region means the merge is proof.py
                  +-> movement -> exchange(s) -> anything -> --+
     partial_lse -+                                            +--> merged_lse (if used)
         (pack)                                  (combine)
+
+NOTE [number of ranks]
+A host's op names its group and not how many ranks are in it. Then N is what the sizes
+propose: a merge over N ranks gives a result of 1/N of the elements of the partial
+output, so each closed node with such a part of them proposes one N. The proof runs the
+region for that N; at run time the op checks it against the group.
 """
 
 from __future__ import annotations
@@ -14,14 +20,16 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch.fx import Graph, Node
 
 from dcp_inductor.compiler.exchange import Exchange, find_exchanges
 from dcp_inductor.compiler.movement import is_constant, is_mover, is_size, widens
+from dcp_inductor.compiler.opaque import is_kernel, is_opaque
 from dcp_inductor.compiler.symbols import Assignment, assignments
 from dcp_inductor.merge import PARTIAL_DTYPES
 from dcp_inductor.report import Miss
@@ -29,6 +37,8 @@ from dcp_inductor.report import Miss
 # A region is looked for among this many merged results and merged LSEs of one
 # exchange; real combines have one of each within the first few candidates.
 _MAX_CANDIDATES = 16
+# A merged LSE is read from outside the merge, and made late in it.
+_MAX_MERGED_LSE = 4
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,9 @@ class Region:
 
     @property
     def num_ranks(self) -> int:
-        return self.exchanges[0].num_ranks
+        num_ranks = self.exchanges[0].num_ranks
+        assert num_ranks is not None, "a region is proposed for a number of ranks"
+        return num_ranks
 
     @property
     def group_name(self) -> str:
@@ -123,7 +135,7 @@ class RegionFinder:
 
     def propose(self, exchange: Exchange) -> Proposal:
         """The regions around ``exchange``, which may take other exchanges in."""
-        if exchange.num_ranks < 2:
+        if exchange.num_ranks is not None and exchange.num_ranks < 2:
             miss = Miss("its group has one rank: nothing is exchanged")
             return Proposal((exchange,), (), miss)
         misses: list[_Ranked] = []
@@ -197,13 +209,17 @@ class RegionFinder:
         if isinstance(cuts, Miss):
             yield _Ranked(_NOT_TWO, cuts)
             return
+        settled = -1
         for cut in cuts:
+            num_kernels = sum(map(is_kernel, cut[0].pack))
+            if num_kernels == settled:
+                continue
             found = [
                 r for sources in cut for r in self._with_sources(exchanges, sources)
             ]
             yield from found
-            if any(isinstance(region, Region) for region in found):
-                return
+            if any(isinstance(r, Region) or r.rank > _NO_RESULT for r in found):
+                settled = num_kernels
 
     def _cuts(self, exchanges: tuple[Exchange, ...]) -> list[list[_Sources]] | Miss:
         """Where the walk back through movement leaves exactly two tensors; each cut
@@ -212,16 +228,17 @@ class RegionFinder:
         The deepest such cut comes first; the ones before it are for graphs whose
         partials were widened or repeated before they were packed, and are tried where
         the deepest leads to no region. None of them goes behind padding: padded heads
-        are no heads.
+        are no heads. A user kernel may pack or compute, so the cuts on both of its
+        sides are tried.
         """
         frontier = self._variables(exchange.sent for exchange in exchanges)
         pack: list[Node] = []
         cuts: list[tuple[set[Node], int]] = []
         while True:
-            if len(frontier) == 2:
+            if len(frontier) == 2 and None not in map(_dtype, frontier):
                 cuts.append((frontier, len(pack)))
             node = max(
-                (n for n in frontier if is_mover(n) or widens(n)),
+                (n for n in frontier if is_mover(n) or widens(n) or is_opaque(n)),
                 key=self.place.__getitem__,
                 default=None,
             )
@@ -253,31 +270,56 @@ class RegionFinder:
     def _with_sources(
         self, exchanges: tuple[Exchange, ...], sources: _Sources
     ) -> Iterator[Region | _Ranked]:
-        o, lse = sources.partial_o, sources.partial_lse
-        num_ranks = exchanges[0].num_ranks
+        """The regions between these partials and any result, for each N proposed."""
+        o = sources.partial_o
         closed = [
             node
             for reads, nodes in self._by_reads.items()
             if reads <= {*exchanges}
             for node in nodes
         ]
-        sizes = assignments((o, lse, *closed))[0]
+        sizes = assignments((o, sources.partial_lse, *closed))[0]
+        of_all = self._by_reads.get(frozenset(exchanges), [])
+        counts = _rank_counts(exchanges, o, of_all, sizes)
+        if not counts:
+            yield _Ranked(_NO_RESULT, _no_part(o))
+        for num_ranks in counts:
+            of_n = tuple(replace(e, num_ranks=num_ranks) for e in exchanges)
+            yield from self._between(of_n, sources, of_all, closed, sizes)
+
+    def _between(
+        self,
+        exchanges: tuple[Exchange, ...],
+        sources: _Sources,
+        of_all: list[Node],
+        closed: list[Node],
+        sizes: Assignment,
+    ) -> Iterator[Region | _Ranked]:
+        """The regions from ``sources`` to results of the right size.
+
+        of_all: closed nodes that read all the exchanges; closed: any of them.
+        """
+        o, lse = sources.partial_o, sources.partial_lse
+        num_ranks = exchanges[0].num_ranks
+        assert num_ranks is not None, "_with_sources() has put it there"
         numels = _numel(o, sizes), _numel(lse, sizes)
         miss = _check_partials(o, lse, numels, num_ranks)
         if miss is not None:
             yield _Ranked(_NO_RESULT, miss)
             return
-        of_all = self._by_reads.get(frozenset(exchanges), [])
-        merged = _like(of_all, o, numels[0] // num_ranks, sizes)
-        merged_lse = _like(closed, lse, numels[1] // num_ranks, sizes)
+        merged = _like(of_all, o, numels[0] // num_ranks, sizes)[:_MAX_CANDIDATES]
+        maybe_lse = _like(closed, lse, numels[1] // num_ranks, sizes)
         if not merged:
             yield _Ranked(_NO_RESULT, _no_merged(o, numels[0] // num_ranks, num_ranks))
         for end in merged:
             yield self._closed_region(exchanges, sources, end, None)
         for end in merged:
-            for end_lse in merged_lse:
-                if end is not end_lse:
-                    yield self._closed_region(exchanges, sources, end, end_lse)
+            inside = {*self._back((end,))}
+            leaving = [
+                n for n in maybe_lse if n is not end and not inside >= {*n.users}
+            ]
+            for end_lse in leaving[-_MAX_MERGED_LSE:][::-1]:
+                yield self._closed_region(exchanges, sources, end, end_lse)
 
     def _closed_region(
         self,
@@ -313,7 +355,8 @@ class RegionFinder:
             merged,
             merged_lse,
         )
-        for miss in (self._mutated(region), self._too_early(region)):
+        found = self._mutated(region), self._too_early(region), _packs_more(region)
+        for miss in found:
             if miss is not None:
                 return _Ranked(_TELLING, miss)
         return region
@@ -337,6 +380,17 @@ class RegionFinder:
         return None
 
 
+def _packs_more(region: Region) -> Miss | None:
+    """A miss if a kernel of the pack makes something else too: it would have to stay
+    beside the op."""
+    inside = {*region.pack, *(exchange.node for exchange in region.exchanges)}
+    for node in filter(is_opaque, region.pack):
+        for user in node.users:
+            if user not in inside:
+                return Miss(f"{node.name}, which packs, is also read by {user.name}")
+    return None
+
+
 def _is_pure_call(node: Node) -> bool:
     if node.op != "call_function":
         return False
@@ -351,6 +405,7 @@ def _is_pure_call(node: Node) -> bool:
 
 _PURE_PYTHON: frozenset[Callable] = frozenset(
     {
+        triton_kernel_wrapper_functional,
         operator.getitem,
         operator.add,
         operator.sub,
@@ -374,6 +429,32 @@ def _numel(node: Node, sizes: Assignment) -> int:
     if not isinstance(value, torch.Tensor):
         return -1
     return math.prod(sizes.sizes(value.shape))
+
+
+def _rank_counts(
+    exchanges: tuple[Exchange, ...], o: Node, of_all: list[Node], sizes: Assignment
+) -> list[int]:
+    """N of the exchanges, or what the sizes propose: NOTE [number of ranks]."""
+    known = exchanges[0].num_ranks
+    if known is not None:
+        return [known]
+    numel, dtype = _numel(o, sizes), o.meta["val"].dtype
+    parts = {_numel(n, sizes) for n in of_all if _dtype(n) == dtype} - {0}
+    counts = {numel // part for part in parts if numel % part == 0}
+    sent = [_numel(exchange.sent, sizes) for exchange in exchanges]
+    return sorted(n for n in counts if n > 1 and all(s % n == 0 for s in sent))
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def _no_part(partial_o: Node) -> Miss:
+    return Miss(
+        f"nothing made from its result alone is of {_dtype(partial_o)} and a whole "
+        f"part of {partial_o.name}, which a merge of it over several ranks would be"
+    )
 
 
 def _orders(ends: Iterable[Node]) -> list[tuple[Node, Node]]:
@@ -432,7 +513,7 @@ def _like(
         if is_mover(node) and any(source in found for source in node.all_input_nodes):
             continue
         found.append(node)
-    return found[:_MAX_CANDIDATES]
+    return found
 
 
 def _no_merged(partial_o: Node, numel: int, num_ranks: int) -> Miss:

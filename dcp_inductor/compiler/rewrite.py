@@ -55,8 +55,10 @@ def _erase(graph: Graph, region: Region) -> None:
     """Erase what nobody reads any more, from the merged result back to the pack."""
     results = [node for exchange in region.exchanges for node in exchange.received]
     exchanges = [exchange.node for exchange in region.exchanges]
-    for node in reversed([*region.pack, *exchanges, *results, *region.combine]):
-        if node.op == "call_function" and not node.users:
+    buffers = [node for exchange in region.exchanges for node in exchange.buffer]
+    inside = [*region.pack, *buffers, *exchanges, *results, *region.combine]
+    for node in reversed(inside):
+        if node.op == "call_function" and not node.users and not node._erased:
             graph.erase_node(node)
 
 

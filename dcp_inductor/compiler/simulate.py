@@ -18,7 +18,10 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from dcp_inductor.compiler.coverage import Coverage
 from dcp_inductor.compiler.movement import constant_tensor, is_size
+from dcp_inductor.compiler.opaque import CantRun, is_kernel
+from dcp_inductor.compiler.opaque import run as run_kernel
 from dcp_inductor.compiler.region import Region
 from dcp_inductor.compiler.symbols import Assignment
 
@@ -49,6 +52,7 @@ class Simulation:
     def __init__(self, region: Region, sizes: Assignment) -> None:
         self.region = region
         self.sizes = sizes
+        self.coverage = Coverage(region)
         self.o_shape = sizes.sizes(region.partial_o.meta["val"].shape)
         self.lse_shape = sizes.sizes(region.partial_lse.meta["val"].shape)
 
@@ -82,10 +86,12 @@ class Simulation:
         values: dict[Node, Any] = {}
         for place, exchange in enumerate(region.exchanges):
             chunks = [_chunk(row[place], receiver, region.num_ranks) for row in sent]
-            shape = sent[0][place].shape
             for node in exchange.received:
-                values[node] = torch.cat(chunks).reshape(shape)
+                like: Tensor = node.meta["val"]
+                received = torch.cat(chunks).view(like.dtype)
+                values[node] = received.reshape(self.sizes.sizes(like.shape))
         self._evaluate(region.combine, values)
+        self.coverage.record(values)
         return Outcome(
             values[region.merged].double().contiguous(),
             self._before_last_cast(values),
@@ -111,6 +117,8 @@ class Simulation:
         if node.op == "get_attr":
             return _constant_value(node)
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
+        if is_kernel(node):
+            return _launched(node, self._concrete(kwargs))
         try:
             result = node.target(*self._concrete(args), **self._concrete(kwargs))  # type: ignore
         except Exception as error:
@@ -133,6 +141,13 @@ class Simulation:
         if isinstance(value, dict):
             return {key: self._concrete(item) for key, item in value.items()}
         return value
+
+
+def _launched(node: Node, call: dict[str, Any]) -> dict[str, Tensor]:
+    try:
+        return run_kernel(call)
+    except CantRun as error:
+        raise CantSimulate(f"{node.name}, a user kernel, {error}") from error
 
 
 def casts_down(node: Node) -> bool:

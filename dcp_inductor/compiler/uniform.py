@@ -3,10 +3,12 @@
 NOTE [uniform]
 A dynamic region is run at two batch sizes, and fused for all. That is sound only if
 nothing in it looks at how large the batch is, or where in the batch a row lies:
-- sizes are sums and products of symbols (and exact quotients): no mod, min or max;
+- sizes are products of symbols, sums of one symbol's, and exact quotients: no mod, min
+  or max, and no difference of two batches;
 - a size feeds shapes, never numbers;
-- ops are pointwise, reductions, products or movement; an op that makes positions
-  (iota, cumsum, sort) or picks rows by a constant (``x[100:]``) isn't among them.
+- ops are pointwise, reductions of other axes, products or movement; an op that makes
+  positions (iota, cumsum, sort), picks rows by a constant (``x[100:]``) or counts them
+  isn't among them.
 A static region needs none of this: its proof ran at its one size.
 """
 
@@ -28,6 +30,7 @@ from dcp_inductor.compiler.movement import (
     is_size,
     takes_a_number,
 )
+from dcp_inductor.compiler.opaque import is_kernel, is_opaque, looks_at_place
 from dcp_inductor.compiler.region import Region
 from dcp_inductor.report import Miss
 
@@ -37,9 +40,13 @@ _EVERYWHERE_ALIKE: frozenset[Any] = frozenset(
     {
         aten.amax.default,
         aten.amin.default,
+        aten.any.default,
         aten.any.dim,
+        aten.any.dims,
         aten.bmm.default,
+        aten.max.dim,
         aten.mean.dim,
+        aten.min.dim,
         aten.mm.default,
         aten.prod.dim_int,
         aten.repeat.default,
@@ -61,6 +68,8 @@ _NEVER_ON_A_SYMBOLIC_AXIS = frozenset(
     {
         aten.constant_pad_nd.default,
         aten.flip.default,
+        aten.max.dim,
+        aten.min.dim,
         aten.roll.default,
         aten.unbind.int,
     }
@@ -92,10 +101,14 @@ def _node(node: Node) -> str | None:
         return "has a size that isn't proportional to it"
     if node.op != "call_function" or is_size(node):
         return None
+    if is_opaque(node):
+        return looks_at_place(node) if is_kernel(node) else None
     if not _known(node):
         return f"({node.target}) may depend on a row's place in it"
     if any(_reads_size_as_number(node)):
         return "computes with its size"
+    if not is_mover(node) and _loses_a_symbolic_axis(node):
+        return "reduces over it"
     return _picks_rows(node)
 
 
@@ -107,6 +120,17 @@ def _known(node: Node) -> bool:
         return True
     return is_constant(node) and not (
         node.target in _MAKES_POSITIONS and any(map(is_size, node.all_input_nodes))
+    )
+
+
+def _loses_a_symbolic_axis(node: Node) -> bool:
+    """True if rows of a symbolic axis are summed (or the like) into one number."""
+    kept = {size.node.expr for size in _symbolic(node.meta["val"])}
+    return any(
+        size.node.expr not in kept
+        for source in node.all_input_nodes
+        if not is_size(source)
+        for size in _symbolic(source.meta["val"])
     )
 
 
@@ -131,13 +155,16 @@ def _is_size_value(value: Any) -> bool:
 def _picks_rows(node: Node) -> str | None:
     """A reason if the node treats rows of a symbolic axis by a constant place."""
     target: Any = node.target
-    arguments = _bound(node) if target in _BY_PLACE else {}
+    if target not in _BY_PLACE:
+        return None
+    arguments = _bound(node)
     shapes = [t.meta["val"].shape for t in node.all_input_nodes if not is_size(t)]
     symbolic = [
         any(isinstance(shape[axis], torch.SymInt) for axis in _axes(node, arguments))
         for shape in shapes[: None if target is aten.cat.default else 1]
+        if shape
     ]
-    if target not in _BY_PLACE or not any(symbolic):
+    if not any(symbolic):
         return None
     if target in _NEVER_ON_A_SYMBOLIC_AXIS or not all(symbolic):
         return "moves rows along it"
@@ -184,7 +211,10 @@ def _plain(size: torch.SymInt) -> bool:
         if isinstance(part, FloorDiv):
             if not _divides(size, *part.args):
                 return False
-        elif not isinstance(part, (sympy.Integer, sympy.Symbol, sympy.Add, sympy.Mul)):
+        elif isinstance(part, sympy.Add):
+            if len(part.free_symbols) > 1:
+                return False
+        elif not isinstance(part, (sympy.Integer, sympy.Symbol, sympy.Mul)):
             return False
     return True
 

@@ -54,7 +54,8 @@ PAYLOAD_SENTINEL: dict[torch.dtype, int] = {
 }
 
 FailureKind = Literal["timeout", "wrong_tag"]
-_FAILURES: dict[int, FailureKind] = {1: "wrong_tag", 3: "timeout"}
+WRONG_TAG, TIMEOUT = 1, 3
+_FAILURES: dict[int, FailureKind] = {WRONG_TAG: "wrong_tag", TIMEOUT: "timeout"}
 
 
 def declines(dtype: torch.dtype, head_dim: int, cp_size: int) -> str | None:

@@ -87,7 +87,8 @@ def launch(
     o_token, o_head, _ = partial_o.stride()
     lse_token, lse_head = partial_lse.stride()
     itemsize = geometry.dtype.itemsize
-    _loaded(shape, out.get_device())[(min(rows, max_programs), 1, 1)](
+    kernel, constants = _loaded(shape, out.get_device())
+    kernel[(min(rows, max_programs), 1, 1)](
         partial_o.data_ptr(),
         partial_lse.data_ptr(),
         out.data_ptr(),
@@ -107,7 +108,7 @@ def launch(
         tag & TAG_MASK,
         spin_limit_ns,
         _TO_LOG2[lse_mode],
-        *_constants(shape),
+        *constants,
     )
 
 
@@ -117,13 +118,12 @@ def _aligned(partial_o: Tensor, vector_bytes: int) -> Tensor:
     The copy changes nothing on the wire, so each rank decides for itself.
     """
     o_token, o_head, o_dim = partial_o.stride()
-    offsets = partial_o.data_ptr() | (o_token | o_head) * partial_o.element_size()
+    offsets = partial_o.data_ptr() | (o_token | o_head) * partial_o.itemsize
     if offsets % vector_bytes or o_dim != 1:
         return partial_o.clone(memory_format=torch.contiguous_format)
     return partial_o
 
 
-@cache
 def _constants(shape: KernelShape) -> tuple[Any, ...]:
     """The constant arguments of the kernel, in its order."""
     return (
@@ -138,10 +138,11 @@ def _constants(shape: KernelShape) -> tuple[Any, ...]:
 
 
 @cache
-def _loaded(shape: KernelShape, device_index: int) -> Any:
-    """The variant of ``shape``, compiled and loaded by a launch of no rows."""
+def _loaded(shape: KernelShape, device_index: int) -> tuple[Any, tuple[Any, ...]]:
+    """The variant of ``shape``, loaded by a launch of no rows, and its constants."""
+    constants = _constants(shape)
     if INTERPRETED:
-        return exchange_kernel
+        return exchange_kernel, constants
     with torch.cuda.device(device_index):
         nothing = torch.zeros(MAX_RANKS, dtype=torch.int64, device="cuda")
         kernel = exchange_kernel[(1, 1, 1)](
@@ -150,11 +151,11 @@ def _loaded(shape: KernelShape, device_index: int) -> Any:
             *(nothing.data_ptr(),) * 3,
             *(0,) * 5,
             1.0,
-            *_constants(shape),
+            *constants,
             num_warps=shape.num_warps,
         )
         torch.cuda.synchronize()
-    return kernel
+    return kernel, constants
 
 
 def warm_up(geometry: SlotGeometry, device: torch.device) -> None:
@@ -172,7 +173,7 @@ def resident_programs(geometry: SlotGeometry, device: torch.device) -> int:
     A lower bound from registers, threads and shared memory, at most 16 a
     multiprocessor. Slots that may be in use at the same time must share it.
     """
-    kernel = _loaded(geometry.shape, _index(device))
+    kernel, _ = _loaded(geometry.shape, _index(device))
     card = torch.cuda.get_device_properties(device)
     warps = geometry.shape.num_warps
     warp_registers = -(-kernel.n_regs * 32 // 256) * 256

@@ -39,7 +39,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dcp_inductor.runtime.kernels import HEADER_SENTINEL
+from dcp_inductor.runtime.kernels import HEADER_SENTINEL, TIMEOUT, WRONG_TAG
 from dcp_inductor.runtime.kernels.words import (
     INTERPRETED,
     as_pointer,
@@ -57,12 +57,12 @@ from dcp_inductor.runtime.kernels.words import (
 
 # Verdicts of a poll. The values order them: the largest of all elements counts.
 _WELL = tl.constexpr(0)
-_WRONG_TAG = tl.constexpr(1)
+_WRONG_TAG = tl.constexpr(WRONG_TAG)
 _WAITING = tl.constexpr(2)
-_GAVE_UP = tl.constexpr(3)
+_GAVE_UP = tl.constexpr(TIMEOUT)
 
 _HEADER = tl.constexpr(HEADER_SENTINEL)
-_POLLS_PER_CHECK = tl.constexpr(1 if INTERPRETED else 64)
+_POLLS_PER_CHECK = tl.constexpr(1 if INTERPRETED else 4096)
 
 
 @triton.jit
@@ -143,14 +143,17 @@ def _await(
             start = tl.where(start == 0, now, start)
             spoilt = tl.load(as_pointer(status), volatile=True) != _WELL
             quits = ((now - start > spin_limit) | spoilt).to(tl.int32)
-        fault = tl.where(absent, _WAITING + quits, wrong)
+        fault = tl.where(absent, tl.where(quits != 0, _GAVE_UP, _WAITING), wrong)
         verdict = tl.max(tl.max(fault, 0), 0)
     return a, b, c, d, lse, verdict, fault
 
 
 @triton.jit
 def _weights(lse, exists, to_log2):
-    """Weight of every source, their sum and the merged LSE: NOTE [merge rule]."""
+    """Weight of every source, their sum and the merged LSE: NOTE [merge rule].
+
+    A GPU's exp2 takes weights below 2 ** -126 for 0.
+    """
     empty = (lse != lse) | (lse == float("inf")) | (exists == 0)
     lse = tl.where(empty, float("-inf"), lse)
     top = tl.max(lse, 0)

@@ -1,0 +1,259 @@
+"""The sglang plugin: found by sglang's own loader, and all ranks start alike or none."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import dcp_inductor
+from ranks import run_ranks
+from sglang_host import sglang_module, start_parallel
+
+pytestmark = pytest.mark.sglang
+
+ROOT = Path(dcp_inductor.__file__).parents[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _sglang() -> None:
+    sglang_module("srt.layers.dcp.comm")
+
+
+# --- loading --------------------------------------------------------------------------
+
+RUNNERS = "sglang.srt.model_executor.runner.base_runner"
+HEAD = f"""
+import sys
+import torch  # sglang imports it everywhere
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+def hooked():
+    import importlib
+    runner = importlib.import_module({RUNNERS!r}).BaseRunner
+    hook = HookRegistry._hooks.get(
+        {RUNNERS!r} + ".BaseRunner._pre_initialize_fi_a2a_workspace", [])
+    wrapped = hasattr(runner._pre_initialize_fi_a2a_workspace, "__wrapped__")
+    assert bool(hook) == wrapped, (hook, wrapped)
+    return len(hook)
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder with the metadata of an installed dcp_inductor, as pyproject.toml says."""
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.split('[project.entry-points."sglang.srt.plugins"]\n')[1]
+    info = tmp_path / "dcp_inductor-0.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dcp-inductor\n")
+    lines = section.split("\n\n")[0].replace('"', "")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{lines}\n")
+    return tmp_path
+
+
+def in_a_process(installed: Path, code: str, **env: str) -> None:
+    path = os.pathsep.join([str(installed), str(ROOT), *sys.path])
+    subprocess.run(
+        [sys.executable, "-c", HEAD + code],
+        check=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": path, **env},
+    )
+
+
+def test_hooks_the_warm_up_of_runners(installed):
+    in_a_process(installed, "load_plugins(); assert hooked() == 1")
+
+
+def test_hooks_runners_that_were_imported_before(installed):
+    code = f"import {RUNNERS}; load_plugins(); assert hooked() == 1"
+    in_a_process(installed, code)
+
+
+def test_loading_stays_light(installed):
+    """A detokenizer loads plugins, and never a model runner or a compiler."""
+    code = f"""
+known = set(sys.modules)
+load_plugins()
+new = set(sys.modules) - known
+assert "dcp_inductor.integrations.sglang" in new
+heavy = [m for m in new if m.startswith(("torch._inductor", "dcp_inductor.compiler"))]
+assert not heavy and {RUNNERS!r} not in sys.modules, heavy
+"""
+    in_a_process(installed, code)
+
+
+@pytest.mark.parametrize(
+    "env", [{"SGLANG_PLUGINS": "another"}, {"DCP_INDUCTOR": "0"}], ids=lambda e: [*e][0]
+)
+def test_switches(installed, env):
+    in_a_process(installed, "load_plugins(); assert hooked() == 0", **env)
+
+
+def test_a_broken_hook_leaves_the_import_alone(installed):
+    code = """
+import dcp_inductor.integrations.sglang as plugin
+def broken():
+    raise RuntimeError("broken")
+plugin._hook = broken
+load_plugins()
+assert hooked() == 0
+"""
+    in_a_process(installed, code)
+
+
+# --- starting -------------------------------------------------------------------------
+
+
+def runner_of(num_ranks: int) -> Any:
+    """What the hook reads of a runner, of a small MLA model of 8 heads."""
+    attention = torch.nn.Module()
+    attention.kv_lora_rank = 64
+    attention.num_local_heads = 8 // num_ranks
+    attention.dcp_size = num_ranks
+    runtime = sglang_module("srt.runtime_context")
+    base = sglang_module("srt.model_executor.runner.base_runner").BaseRunner
+
+    class Runner(base):  # type: ignore[misc, valid-type]
+        __abstractmethods__ = frozenset()
+
+        def __init__(self) -> None:
+            self.model_runner = SimpleNamespace(
+                model=torch.nn.Sequential(torch.nn.Identity(), attention),
+                dtype=torch.bfloat16,
+                device="cuda",
+                req_to_token_pool=SimpleNamespace(size=64),
+                server_args=runtime.get_server_args(),
+                decode_num_tokens_per_req=lambda: 3,
+                decode_graph_gather_requirements=lambda: (False, False),
+            )
+
+    Runner.__abstractmethods__ = frozenset()
+    return Runner()
+
+
+def start_on_rank(
+    rank: int, num_ranks: int, settings: dict[str, Any], sabotage: str = ""
+) -> dict[str, Any]:
+    """Warm up as sglang does, with the hook in place; what is there afterwards."""
+    from dcp_inductor.integrations import sglang as plugin
+    from dcp_inductor.integrations.inductor import installed_passes
+    from dcp_inductor.runtime.workspace import reservations
+
+    graphs = sglang_module("srt.model_executor.cuda_graph_config")
+    decode = graphs.PhaseConfig(backend=graphs.Backend.FULL, bs=[1, 2, 4, 16, 48])
+    start_parallel(
+        rank,
+        num_ranks,
+        **{
+            "cuda_graph_config": graphs.CudaGraphConfig(decode=decode),
+            "torch_compile_max_bs": 16,
+            **settings,
+        },
+    )
+    if sabotage and rank == num_ranks - 1:
+        setattr(plugin, sabotage, _broken)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore
+    logging.getLogger("dcp_inductor.integrations").addHandler(handler)
+    logging.getLogger("dcp_inductor.integrations").setLevel(logging.INFO)
+    plugin.register()
+    registry = sglang_module("srt.plugins.hook_registry").HookRegistry
+    registry.apply_hooks()
+    runner = runner_of(num_ranks)
+    runner._pre_initialize_fi_a2a_workspace()
+    return {
+        "passes": len(installed_passes()),
+        "reserved": [
+            (name, vars(r.geometry), r.backend.name) for name, r in reservations()
+        ],
+        "lines": lines,
+    }
+
+
+def _broken(*args: Any) -> Any:
+    raise MemoryError("no memory on this rank")
+
+
+def started(num_ranks: int = 2, sabotage: str = "", **settings: Any) -> list[Any]:
+    return run_ranks(
+        start_on_rank,
+        num_ranks,
+        settings,
+        sabotage,
+        env={"DCP_INDUCTOR_TIMEOUT_S": "20", "SGLANG_LOG_LEVEL": "error"},
+    )
+
+
+def test_all_ranks_reserve_and_install():
+    first, second = started()
+    for found in (first, second):
+        assert found["passes"] == 1
+        ((name, geometry, backend),) = found["reserved"]
+        assert (name, backend) == ("dcp:0", "collective")
+        assert geometry["max_tokens"] == 16 * 3, "the widest compiled batch"
+        assert (geometry["num_heads"], geometry["head_dim"]) == (8, 64)
+        assert geometry["dtype"] == torch.bfloat16
+    (line,) = first["lines"]
+    assert "fusing DCP exchanges, backend collective, 2 ranks" in line
+    assert "48 tokens" in line
+    assert second["lines"] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"enable_torch_compile": False}, "without --enable-torch-compile"),
+        ({"dcp_comm_backend": "ag_rs"}, "--dcp-comm-backend is ag_rs"),
+        ({"torch_compile_max_bs": 0}, "no decode batch is captured"),
+        ({"cuda_graph_config": None}, "no decode batch is captured"),
+        ({"enable_pdmux": True}, "--enable-pdmux captures on several streams"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else ", ".join(value),
+)
+def test_refuses_with_the_reason(settings, reason):
+    for rank, found in enumerate(started(**settings)):
+        assert (found["passes"], found["reserved"]) == (0, [])
+        assert len(found["lines"]) == (rank == 0)
+        assert all(reason in line for line in found["lines"])
+
+
+@pytest.mark.parametrize("step", ["plan_for", "_unfit_streams"])
+def test_one_rank_that_cant_start_keeps_all_from_fusing(step):
+    for found in started(sabotage=step):
+        assert (found["passes"], found["reserved"]) == (0, [])
+    (line,) = started(sabotage=step)[0]["lines"]
+    assert "MemoryError: no memory on this rank (rank 1)" in line
+
+
+def test_a_rank_without_the_plugin_is_an_error_in_time_not_a_hang():
+    (found, missing) = run_ranks(
+        start_on_rank_unless_last,
+        2,
+        env={"DCP_INDUCTOR_TIMEOUT_S": "3", "SGLANG_LOG_LEVEL": "error"},
+    )
+    assert missing is None
+    assert (found["passes"], found["reserved"]) == (0, [])
+    (line,) = found["lines"]
+    assert "Rank(s) 1 of group" in line
+
+
+def start_on_rank_unless_last(rank: int, num_ranks: int) -> Any:
+    if rank == num_ranks - 1:
+        start_parallel(rank, num_ranks)
+        return None
+    return start_on_rank(rank, num_ranks, {})
+
+
+def test_a_server_without_dcp_says_nothing():
+    for found in started(dcp_size=1):
+        assert (found["passes"], found["reserved"], found["lines"]) == (0, [], [])
