@@ -18,6 +18,7 @@ NOTE [one functional op]
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -34,6 +35,10 @@ from dcp_inductor.runtime.groups import group_name_of, resolve_group
 
 _ARGS = (
     "Tensor partial_o, Tensor partial_lse, str group_name, int cp_size, str lse_mode"
+)
+# Signatures of calls that passed every check, by group: a decoder repeats a few.
+_CHECKED: weakref.WeakKeyDictionary[ProcessGroup, set[tuple[Any, ...]]] = (
+    weakref.WeakKeyDictionary()
 )
 _LIBRARY = torch.library.Library("dcp_inductor", "DEF")
 
@@ -91,16 +96,21 @@ def _run(
     lane: int = 0,
     site: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    check_lse_mode(lse_mode)
     group = resolve_group(group_name)
-    if group.size() != cp_size:
-        raise BadInput(
-            f"The call is for {cp_size} ranks, but group {group_name!r} has "
-            f"{group.size()}. A graph compiled for one group size can't run on "
-            "another: compile it again in this process."
-        )
-    check_partials(partial_o, partial_lse, cp_size)
-    _check_device(partial_o, group, group_name)
+    checked = _CHECKED.setdefault(group, set())
+    signature = (
+        partial_o.shape,
+        partial_o.dtype,
+        partial_o.device,
+        partial_lse.shape,
+        partial_lse.dtype,
+        partial_lse.device,
+        cp_size,
+        lse_mode,
+    )
+    if signature not in checked:
+        _check(partial_o, partial_lse, group, group_name, cp_size, lse_mode)
+        checked.add(signature)
     if partial_lse.dim() == 3:
         partial_lse = partial_lse.squeeze(-1)
     if cp_size == 1 or partial_o.shape[0] == 0:
@@ -117,6 +127,25 @@ def _run(
             site,
         )
     )
+
+
+def _check(
+    partial_o: Tensor,
+    partial_lse: Tensor,
+    group: ProcessGroup,
+    group_name: str,
+    cp_size: int,
+    lse_mode: str,
+) -> None:
+    check_lse_mode(lse_mode)
+    if group.size() != cp_size:
+        raise BadInput(
+            f"The call is for {cp_size} ranks, but group {group_name!r} has "
+            f"{group.size()}. A graph compiled for one group size can't run on "
+            "another: compile it again in this process."
+        )
+    check_partials(partial_o, partial_lse, cp_size)
+    _check_device(partial_o, group, group_name)
 
 
 def _without_peers(

@@ -129,7 +129,7 @@ def runner_of(num_ranks: int) -> Any:
             self.model_runner = SimpleNamespace(
                 model=torch.nn.Sequential(torch.nn.Identity(), attention),
                 dtype=torch.bfloat16,
-                device="cuda",
+                device="cpu",
                 req_to_token_pool=SimpleNamespace(size=64),
                 server_args=runtime.get_server_args(),
                 decode_num_tokens_per_req=lambda: 3,
@@ -229,9 +229,9 @@ def test_refuses_with_the_reason(settings, reason):
 
 @pytest.mark.parametrize("step", ["plan_for", "_unfit_streams"])
 def test_one_rank_that_cant_start_keeps_all_from_fusing(step):
-    for found in started(sabotage=step):
-        assert (found["passes"], found["reserved"]) == (0, [])
-    (line,) = started(sabotage=step)[0]["lines"]
+    ranks = started(sabotage=step)
+    assert [(r["passes"], r["reserved"]) for r in ranks] == [(0, [])] * 2
+    (line,) = ranks[0]["lines"]
     assert "MemoryError: no memory on this rank (rank 1)" in line
 
 

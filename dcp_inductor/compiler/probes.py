@@ -188,6 +188,8 @@ PATTERNS: dict[str, Pattern] = {
     "all but one shard empty": _with_empty(lambda num_ranks: num_ranks - 1),
     "all shards empty": _with_empty(lambda num_ranks: num_ranks),
 }
+# Large regions have few runs; a row that is treated apart must still meet these.
+_FOR_EVERY_ROW = ("one empty shard", "LSEs of any size")
 # On these, a merge that means anything is finite.
 MUST_BE_FINITE = (ORDINARY, "equal LSEs", "LSEs 0.1 apart", "LSEs 1 apart")
 
@@ -214,9 +216,11 @@ class Prober:
         yield from self._probes({ORDINARY: _random}, 0, every_receiver=True)
 
     def all(self) -> Iterator[Probe]:
-        """Every pattern: dealt to the rows, then, near the constants, each alone."""
+        """Every pattern: dealt to the rows, then some alone, met by every row."""
         for shift in range(self._num_runs()):
             yield from self._probes(self.patterns, shift)
+        for place, name in enumerate(_FOR_EVERY_ROW):
+            yield from self._probes({name: PATTERNS[name]}, 500 + place)
         for place, value in enumerate(self.constants):
             name = f"LSEs near {value:.4g}, a constant of the graph"
             sides = (_near([value]), _above(value), _below(value))

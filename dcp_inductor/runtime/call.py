@@ -42,7 +42,7 @@ class Geometry:
         return self.lanes * (1 + self.capture_domains)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class ExchangeCall:
     """partial_o ``[B, H, D]``, partial_lse ``[B, H]`` fp32, any strides, one device.
 

@@ -6,8 +6,8 @@ NOTE [slots]
 A call arrives with a group, a geometry (H, D, dtype, device) and a lane. Each lane of
 a reservation has one slot for eager calls and one for each capture domain. A slot is
 used by one ordered stream at a time:
-- eager: a call from another stream than the last first waits for the event of the last
-  use, on the device;
+- eager: a call from another stream than the last first waits, on the device, for what
+  the last one has been given so far;
 - capture: the first capture stream that comes takes the next free domain of the lane
   and keeps it; a stream that finds none is refused before anything is sent. Streams
   come in the same order on all ranks, since ranks run one program.
@@ -68,10 +68,10 @@ T = TypeVar("T")
 
 @dataclass
 class Slot:
-    """One slot's guard: which stream used it last, or which capture stream owns it."""
+    """An eager slot's guard: the stream that used it last, and its raw handle."""
 
-    last_stream: int | None = None
-    last_use: torch.cuda.Event | None = None
+    raw_stream: int | None = None
+    stream: torch.cuda.Stream | None = None
 
 
 @dataclass
@@ -101,57 +101,51 @@ class Reservation:
         if self.buffers is None:
             return self.backend.run_direct(call)
         slot = self._slot(call)
-        self._raise_if_spoilt(slot, call)
+        if self.buffers.spoilt(slot):
+            self._raise_spoilt(slot)
+        if call.num_tokens <= self.geometry.max_tokens:
+            return self.buffers.run(call, slot)
         pieces = _pieces(call.num_tokens, self.geometry.max_tokens)
-        if len(pieces) == 1:
-            merged = self.buffers.run(call, slot)
-        else:
-            parts = [self.buffers.run(call.narrow(*piece), slot) for piece in pieces]
-            merged = (
-                torch.cat([part[0] for part in parts]),
-                torch.cat([part[1] for part in parts]),
-            )
-        self._used(slot)
-        return merged
+        parts = [self.buffers.run(call.narrow(*piece), slot) for piece in pieces]
+        return (
+            torch.cat([part[0] for part in parts]),
+            torch.cat([part[1] for part in parts]),
+        )
 
     def raise_if_spoilt(self) -> None:
         """Raise PeerTimeout if any slot's last call failed on the device."""
         if self.buffers is None:
             return
         for slot in range(self.geometry.num_slots):
-            self._raise_if_spoilt(slot, None)
+            if self.buffers.spoilt(slot):
+                self._raise_spoilt(slot)
 
     def _slot(self, call: ExchangeCall) -> int:
         """Eager slots come first, then each lane's capture domains."""
-        stream = torch.cuda.current_stream(self.device)
+        raw = torch._C._cuda_getCurrentRawStream(self.device.index)
         if not torch.cuda.is_current_stream_capturing():
             guard = self.eager[call.lane]
-            if guard.last_stream not in (None, stream.cuda_stream):
-                assert guard.last_use is not None
-                stream.wait_event(guard.last_use)
-            guard.last_stream = stream.cuda_stream
+            if raw != guard.raw_stream:
+                self._hand_over(guard, raw)
             return call.lane
         owners = self.owners[call.lane]
-        if stream.cuda_stream not in owners:
+        if raw not in owners:
             if len(owners) == self.geometry.capture_domains:
                 raise StreamConflict(_conflict(call, self.geometry))
-            owners.append(stream.cuda_stream)
-        domain = owners.index(stream.cuda_stream)
+            owners.append(raw)
+        domain = owners.index(raw)
         return self.geometry.lanes + call.lane * self.geometry.capture_domains + domain
 
-    def _used(self, slot: int) -> None:
-        """Leave an event behind an eager use; a capture needs none."""
-        if slot < self.geometry.lanes:
-            guard = self.eager[slot]
-            if guard.last_use is None:
-                guard.last_use = torch.cuda.Event()
-            guard.last_use.record(torch.cuda.current_stream(self.device))
+    def _hand_over(self, guard: Slot, raw: int) -> None:
+        """Order the current stream behind all that the last one was given."""
+        current = torch.cuda.current_stream(self.device)
+        if guard.stream is not None:
+            current.wait_event(guard.stream.record_event())
+        guard.stream, guard.raw_stream = current, raw
 
-    def _raise_if_spoilt(self, slot: int, call: ExchangeCall | None) -> None:
+    def _raise_spoilt(self, slot: int) -> None:
         assert self.buffers is not None
         reason = self.buffers.failure(slot)
-        if reason is None:
-            return
         lanes, domains = self.geometry.lanes, self.geometry.capture_domains
         lane = slot if slot < lanes else (slot - lanes) // domains
         raise PeerTimeout(

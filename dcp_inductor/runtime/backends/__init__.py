@@ -33,8 +33,11 @@ class Buffers(Protocol):
     def run(self, call: ExchangeCall, slot: int) -> Merged:
         """Run a call of at most max_tokens on the current stream, on ``slot``."""
 
-    def failure(self, slot: int) -> str | None:
-        """What spoilt the slot (a peer that never came, another call), or None."""
+    def spoilt(self, slot: int) -> bool:
+        """True once a call on the slot has failed on the device."""
+
+    def failure(self, slot: int) -> str:
+        """What spoilt the slot: a peer that never came, or another call."""
 
 
 class Backend(Protocol):

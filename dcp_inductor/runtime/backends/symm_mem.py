@@ -8,6 +8,7 @@ never switched: others share it.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 import socket
 import zlib
@@ -110,8 +111,10 @@ class SymmMemBuffers:
     ) -> None:
         from torch.distributed import _symmetric_memory
 
-        self.group = group
+        self.group_name = group.group_name
+        self.rank = group.rank()
         self.geometry = geometry
+        self.heads = geometry.num_heads // geometry.cp_size
         self.device = device
         self.slot_geometry = kernels.SlotGeometry(
             geometry.cp_size, geometry.rows, geometry.head_dim, geometry.dtype
@@ -129,7 +132,10 @@ class SymmMemBuffers:
             self.status = torch.zeros(
                 num_slots, kernels.STATUS_WORDS, dtype=torch.int32, pin_memory=True
             )
-        self.peers: Tensor | None = None
+            self.no_lse = torch.empty(0, dtype=torch.float32, device=device)
+        # Of each slot: addresses of all ranks' buffers, epochs, status.
+        self.slots: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.launch: Any = None
         self.max_programs = 0
         self.spin_limit_ns = int(Config.from_env().timeout_s * 1e9)
         self._codes = [
@@ -148,12 +154,14 @@ class SymmMemBuffers:
         from dcp_inductor.runtime.kernels import exchange
 
         with torch.cuda.device(self.device):
-            handle = _symmetric_memory.rendezvous(self.buffer, self.group.group_name)
+            handle = _symmetric_memory.rendezvous(self.buffer, self.group_name)
             addresses = [
                 [base + slot * self.slot_bytes for base in handle.buffer_ptrs]
                 for slot in range(self.geometry.num_slots)
             ]
-            self.peers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+            peers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+            self.slots = [*zip(peers, self.epochs, self.status, strict=True)]
+            self.launch = exchange.launch
             for slot in range(self.geometry.num_slots):
                 start = slot * self.slot_bytes
                 kernels.initialise(
@@ -166,36 +174,38 @@ class SymmMemBuffers:
 
     def run(self, call: ExchangeCall, slot: int) -> tuple[Tensor, Tensor]:
         """One launch. The merged LSE is empty where the call doesn't want it."""
-        from dcp_inductor.runtime.kernels import exchange
-
-        o, geometry = call.partial_o, self.geometry
-        heads = geometry.num_heads // geometry.cp_size
-        out = o.new_empty((o.shape[0], heads, geometry.head_dim))
-        lse_shape = (o.shape[0], heads) if call.with_lse else (0,)
-        out_lse = call.partial_lse.new_empty(lse_shape)
-        assert self.peers is not None, "connect() comes first"
-        exchange.launch(
+        o = call.partial_o
+        out = o.new_empty((o.shape[0], self.heads, self.geometry.head_dim))
+        if call.with_lse:
+            lse = call.partial_lse.new_empty((o.shape[0], self.heads))
+        else:
+            lse = self.no_lse
+        peers, epochs, status = self.slots[slot]
+        self.launch(
             o,
             call.partial_lse,
             out,
-            out_lse if call.with_lse else None,
-            peers=self.peers[slot],
-            epochs=self.epochs[slot],
-            status=self.status[slot],
+            lse if call.with_lse else None,
+            peers=peers,
+            epochs=epochs,
+            status=status,
             geometry=self.slot_geometry,
-            rank=self.group.rank(),
+            rank=self.rank,
             lse_mode=call.lse_mode,
-            tag=_tag(call),
+            tag=_tag(call.site, o.shape, call.with_lse, call.lse_mode),
             spin_limit_ns=self.spin_limit_ns,
             max_programs=self.max_programs,
         )
-        return out, out_lse
+        return out, lse
 
-    def failure(self, slot: int) -> str | None:
-        if self._codes[slot].value == 0:
-            return None
+    def spoilt(self, slot: int) -> bool:
+        """A plain read of pinned memory that the kernel writes."""
+        return self._codes[slot].value != 0
+
+    def failure(self, slot: int) -> str:
+        """The kernel's record in words."""
         failure = kernels.read_failure(self.status[slot])
-        assert failure is not None
+        assert failure is not None, "spoilt() was asked first"
         heads = self.geometry.num_heads // self.geometry.cp_size
         where = f"token {failure.row // heads}, local head {failure.row % heads}"
         peer = f"rank {failure.source_rank}"
@@ -210,7 +220,7 @@ class SymmMemBuffers:
         )
 
 
-def _tag(call: ExchangeCall) -> int:
+@functools.lru_cache(maxsize=4096)
+def _tag(site: int, shape: torch.Size, with_lse: bool, lse_mode: str) -> int:
     """What matching calls have in common; a hash, 31 bits."""
-    shape = (call.site, *call.partial_o.shape, call.with_lse, call.lse_mode)
-    return zlib.crc32(repr(shape).encode())
+    return zlib.crc32(repr((site, *shape, with_lse, lse_mode)).encode())
