@@ -31,6 +31,7 @@ from torch.distributed import _symmetric_memory as symm_mem
 import dcp_inductor
 from dcp_inductor import Config, DcpFusionPass
 from dcp_inductor.merge import a2a_lse_reduce_reference
+from dcp_inductor.runtime import kernels
 from dcp_inductor.runtime.backends.collective import Collective
 from dcp_inductor.runtime.call import ExchangeCall
 
@@ -95,7 +96,9 @@ def compiled(n: int, group: str, with_pass: bool) -> Any:
     return torch.compile(fn, fullgraph=True, dynamic=False, options=options)
 
 
-def measure(b: int, h: int, rank: int, n: int, floors: Floors) -> dict[str, float]:
+def measure(
+    b: int, h: int, rank: int, n: int, floors: Floors, only: list[str] | None
+) -> dict[str, float]:
     """One row of the table: microseconds of every variant at batch ``b``."""
     torch._dynamo.reset()
     group = dist.group.WORLD
@@ -122,6 +125,9 @@ def measure(b: int, h: int, rank: int, n: int, floors: Floors) -> dict[str, floa
         "flag": floors.flag,
         "push": lambda: floors.push(wire_bytes * (n - 1)),
     }
+    if only:
+        variants = {variant: variants[variant] for variant in only}
+        return interleaved_us({v: graph_of(call) for v, call in variants.items()})
     wanted, _ = a2a_lse_reduce_reference(o, lse, rank=rank, lse_mode="base2")
     for variant in ("chain", "compiled", "fused", "pass"):
         got = variants[variant]()
@@ -170,7 +176,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads-per-rank", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--warps", type=int, help="override the kernel's table")
+    parser.add_argument("--only", nargs="+", help="these variants, not all")
     args = parser.parse_args()
+    if args.warps:
+        kernels.num_warps = lambda block, cp_size: min(args.warps, block // 32)
     rank, n = start()
     payload: dict[str, Any] = {"machine": machine(), "ranks": n, "tables": {}}
     for h in args.heads_per_rank:
@@ -181,9 +191,10 @@ def main() -> None:
             dtype=torch.bfloat16,
         )
         floors = Floors(rank, n, max(args.batches) * h * HEAD_DIM * 2 * (n - 1))
-        rows = {b: measure(b, h * n, rank, n, floors) for b in args.batches}
+        rows = {b: measure(b, h * n, rank, n, floors, args.only) for b in args.batches}
         payload["tables"][h] = rows
-        payload.setdefault("host_us", {})[h] = host_us(h * n, rank, n)
+        if not args.only:
+            payload.setdefault("host_us", {})[h] = host_us(h * n, rank, n)
     dcp_inductor.check()
     if rank == 0:
         show(payload)
@@ -202,13 +213,17 @@ def show(payload: dict[str, Any]) -> None:
             + "  pass/compiled x/floor"
         )
         for b, row in rows.items():
+            if "pass" not in row:
+                print(f"{b:4d} " + " ".join(f"{us:10.2f}" for us in row.values()))
+                continue
             floor = max(row["flag"], row["push"])
             print(
                 f"{b:4d} "
                 + " ".join(f"{row[name]:10.2f}" for name in names)
                 + f"  1/{row['compiled'] / row['pass']:.2f}  {row['pass'] / floor:.2f}"
             )
-        print("host us a call:", payload["host_us"][h])
+        if "host_us" in payload:
+            print("host us a call:", payload["host_us"][h])
 
 
 if __name__ == "__main__":

@@ -76,9 +76,13 @@ class Slot:
 
 @dataclass
 class Reservation:
-    """What reserve() made for one group and geometry, on one backend."""
+    """What reserve() made for one group and geometry, on one backend.
 
-    group: ProcessGroup
+    It doesn't hold the group, whose end is its own.
+    """
+
+    group_name: str
+    rank: int
     geometry: Geometry
     backend: Backend
     device: torch.device
@@ -149,7 +153,7 @@ class Reservation:
         lanes, domains = self.geometry.lanes, self.geometry.capture_domains
         lane = slot if slot < lanes else (slot - lanes) // domains
         raise PeerTimeout(
-            f"Rank {self.group.rank()}, group {self.group.group_name!r}, lane {lane}: "
+            f"Rank {self.rank}, group {self.group_name!r}, lane {lane}: "
             f"{reason}. The ranks' exchanges no longer match, so the results since "
             "then are NaN. A rank crashed, skipped a call, or called with another "
             "batch; look at its log, then restart the group's processes."
@@ -309,7 +313,7 @@ def _reserve(
             config,
         )
         _vote(group, f"connecting {backend.name} workspaces", buffers.connect, config)
-    reservation = Reservation(group, geometry, backend, device, buffers)
+    reservation = Reservation(name, group.rank(), geometry, backend, device, buffers)
     kind = (geometry.num_heads, geometry.head_dim, geometry.dtype, device)
     _GROUPS.find(name, group).of_kind.setdefault(kind, []).append(reservation)
     log.info(

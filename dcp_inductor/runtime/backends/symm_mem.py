@@ -174,6 +174,9 @@ class SymmMemBuffers:
 
     def run(self, call: ExchangeCall, slot: int) -> tuple[Tensor, Tensor]:
         """One launch. The merged LSE is empty where the call doesn't want it."""
+        if torch._C._cuda_getDevice() != self.device.index:
+            with torch.cuda.device(self.device):
+                return self.run(call, slot)
         o = call.partial_o
         out = o.new_empty((o.shape[0], self.heads, self.geometry.head_dim))
         if call.with_lse:
