@@ -551,71 +551,50 @@ def _alone() -> list[Entry]:
     """Each choice of each table by itself, beside the plainest of all others."""
     base = Entry("")
     two = replace(base, pack="two", spelled="exp")
-    entries = [replace(base, name=f"pack: {pack}", pack=pack) for pack in PACKS]
-    entries += [
-        replace(base, name=f"pack: {pack}, fp32", pack=pack, dtype=_FP32)
-        for pack in ("bytes head", "words tail", "buffer", "two")
+    fp32 = replace(base, dtype=_FP32)
+    return [
+        *(replace(base, name=f"pack: {x}", pack=x) for x in PACKS),
+        *(
+            replace(fp32, name=f"pack: {x}, fp32", pack=x)
+            for x in ("bytes head", "words tail", "buffer", "two")
+        ),
+        *(
+            replace(base, name=f"wire: {x}, packed", wire=x)
+            for x in WIRES
+            if x != "functional"
+        ),
+        *(replace(two, name=f"wire: {x}, two", wire=x) for x in ("in place", "flat")),
+        *(replace(base, name=f"layout: {x}", layout=x, num_tokens=6) for x in LAYOUTS),
+        *(
+            replace(two, name=f"layout: {x}, two", layout=x, num_tokens=6)
+            for x in LAYOUTS
+        ),
+        *(replace(base, name=f"LSE: {x}", lse_layout=x) for x in LSE_LAYOUTS),
+        *(replace(two, name=f"LSE: {x}, two", lse_layout=x) for x in LSE_LAYOUTS),
+        *(replace(two, name=f"merge: {x}, exp", merge=x) for x in MERGES),
+        *(
+            replace(two, name=f"merge: {x}, exp2", merge=x, spelled="exp2")
+            for x in ("logsumexp", "softmax", "running", "online")
+        ),
+        *(replace(base, name=f"spelled: {x}", spelled=x) for x in POWERS),
+        *(
+            replace(base, name=f"guard: {x}, {merge}", guard=x, merge=merge)
+            for x in GUARDS
+            for merge in ("max", "max, where total")
+        ),
+        *(replace(base, name=f"dtype: {x}", dtype=x) for x in (torch.float16, *FP8)),
+        *(replace(base, name=f"partials: {x}", partials=x) for x in PARTIALS),
+        *(
+            replace(two, name=f"partials: {x}, two", partials=x)
+            for x in ("pitched", "transposed")
+        ),
+        *(replace(base, name=f"then: {x}", then=x) for x in THEN),
+        *(
+            replace(base, name=f"LSE returned, {x}", with_lse="returned", spelled=x)
+            for x in POWERS
+        ),
+        replace(base, name="LSE scaled", with_lse="scaled", spelled="exp of ln(2)"),
     ]
-    entries += [
-        replace(two, name=f"wire: {wire}", wire=wire)
-        for wire in WIRES
-        if wire != "functional"
-    ]
-    entries += [
-        replace(base, name=f"wire: {wire}, packed", wire=wire)
-        for wire in WIRES
-        if wire != "functional"
-    ]
-    entries += [
-        replace(base, name=f"layout: {layout}", layout=layout, num_tokens=6)
-        for layout in LAYOUTS
-    ]
-    entries += [
-        replace(two, name=f"layout: {layout}, two", layout=layout, num_tokens=6)
-        for layout in LAYOUTS
-    ]
-    entries += [
-        replace(two, name=f"LSE: {lse_layout}", lse_layout=lse_layout)
-        for lse_layout in LSE_LAYOUTS
-    ]
-    entries += [
-        replace(base, name=f"LSE: {lse_layout}, packed", lse_layout=lse_layout)
-        for lse_layout in LSE_LAYOUTS
-    ]
-    entries += [
-        replace(two, name=f"merge: {merge}, {spelled}", merge=merge, spelled=spelled)
-        for merge in MERGES
-        for spelled in ("exp", "exp2")
-        # Weights of LSEs below -126 are denormal in base 2, a near miss.
-        if (merge, spelled) != ("no max", "exp2")
-    ]
-    entries += [
-        replace(base, name=f"spelled: {spelled}", spelled=spelled) for spelled in POWERS
-    ]
-    entries += [
-        replace(base, name=f"guard: {guard}, {merge}", guard=guard, merge=merge)
-        for guard in GUARDS
-        for merge in ("max", "max, where total")
-    ]
-    entries += [
-        replace(base, name=f"dtype: {dtype}", dtype=dtype)
-        for dtype in (torch.float16, _FP32, *FP8)
-    ]
-    entries += [
-        replace(base, name=f"partials: {partials}", partials=partials)
-        for partials in PARTIALS
-    ]
-    entries += [
-        replace(two, name=f"partials: {partials}, two", partials=partials)
-        for partials in PARTIALS
-    ]
-    entries += [replace(base, name=f"then: {then}", then=then) for then in THEN]
-    entries += [
-        replace(base, name=f"LSE {used}, {spelled}", with_lse=used, spelled=spelled)
-        for used in LSE_THEN
-        for spelled in POWERS
-    ]
-    return entries
 
 
 def _sizes() -> list[Entry]:

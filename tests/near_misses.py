@@ -589,7 +589,7 @@ def _apart_in_level(rng: torch.Generator, *shape: int) -> Pair:
 HIDDEN = [
     NearMiss(
         "a window of squares",
-        "",
+        "no probe makes",
         _on_lse(lambda x: torch.where(_between(x * x, 650.0, 660.0), x * 0.5, x)),
         _lse(25.6, 0.2),
     ),
@@ -607,7 +607,7 @@ HIDDEN = [
     ),
     NearMiss(
         "a window of sums",
-        "",
+        _NOT,
         _on_lse(
             lambda x: torch.where(
                 _between(x.sum(0, keepdim=True), 50.0, 52.0), x * 0.5, x
@@ -617,26 +617,26 @@ HIDDEN = [
     ),
     NearMiss(
         "a window of quotients",
-        "",
+        "no probe makes",
         _on_lse(lambda x: torch.where(_between(x / 7, 5.0, 5.02), x * 0.5, x)),
         _lse(35.05, 0.04),
     ),
-    NearMiss("a window behind decoys", "", _on_lse(_after_decoys), _lse(33.5, 0.4)),
+    NearMiss("a window behind decoys", _NOT, _on_lse(_after_decoys), _lse(33.5, 0.4)),
     NearMiss(
         "high on one rank, low on the other",
-        "",
+        "no probe makes",
         _on_lse(lambda x: torch.where((x[:1] > 20) & (x[1:] < -20), x * 0.5, x)),
         _apart_in_level,
     ),
     NearMiss(
         "a window of weights",
-        "",
+        _NOT,
         _weights_of(lambda w: torch.where(_between(w, 1e-9, 2e-9), 0.0, w)),
         _apart(20.5),
     ),
     NearMiss(
         "a window of the total",
-        "",
+        "no probe makes",
         Twist(total=lambda t, lse: torch.where(_between(t, 1.23, 1.2301), 1.0, t)),
         lambda rng, *shape: (
             torch.randn(shape, generator=rng),
@@ -645,13 +645,13 @@ HIDDEN = [
     ),
     NearMiss(
         "a window of the payload",
-        "",
+        _NOT,
         _on_payload(lambda o: torch.where(_between(o * o, 90.0, 90.1), o * 0.5, o)),
         _payload(math.sqrt(90.05), 0.0),
     ),
     NearMiss(
         "row 0 empty as -3 among many rows",
-        "",
+        _NOT,
         _lse_of_row(0, 0, lambda x: torch.nan_to_num(x, neginf=-3.0)),
         _first_empty,
         num_ranks=4,
@@ -1498,7 +1498,7 @@ STRUCTURES = [
     ),
     Structure(
         "sink parameter",
-        "",
+        _EITHER,
         _with_sink,
         lambda rng, b: (*_partials(rng, b), torch.randn(2, generator=rng)),
     ),
@@ -1528,7 +1528,12 @@ STRUCTURES = [
         _stale_lse,
         lambda rng, b: (*_partials(rng, b), _partials(rng, b)[0]),
     ),
-    Structure("merged LSE feeds the payload", "", _lse_feeds_payload, _partials),
+    Structure(
+        "merged LSE feeds the payload",
+        "inside the merge, is returned",
+        _lse_feeds_payload,
+        _partials,
+    ),
     Structure(
         "sent buffer mutated",
         "mutates a tensor",
@@ -1553,7 +1558,7 @@ STRUCTURES = [
     Structure("no wait", "without wait_tensor", _plain, _partials, edit=_drop_waits),
     Structure(
         "factor of another batch",
-        "",
+        "a size that isn't proportional",
         _size_factor(lambda b, t: t // b),
         _with_batch_of(lambda b: 4 if b == 4 else 3 * b),
         dynamic=(0, 1, 2),
@@ -1561,7 +1566,7 @@ STRUCTURES = [
     ),
     Structure(
         "factor of a large batch",
-        "",
+        "a size that isn't proportional",
         _size_factor(lambda b: b // 100 + 1),
         _partials,
         dynamic=(0, 1),
@@ -1569,7 +1574,7 @@ STRUCTURES = [
     ),
     Structure(
         "factor of the batch",
-        "",
+        "computes with its size",
         _size_factor(lambda b: b),
         _partials,
         dynamic=(0, 1),
@@ -1577,18 +1582,23 @@ STRUCTURES = [
     ),
     Structure(
         "factor of an odd batch",
-        "",
+        "a size that isn't proportional",
         _size_factor(lambda b: 2 - b % 2),
         _partials,
         dynamic=(0, 1),
         batches=(5, 8),
     ),
     Structure(
-        "rows from 6 on", "", _late_rows(6), _partials, dynamic=(0, 1), batches=(4, 20)
+        "rows from 6 on",
+        "may depend on a row's place",
+        _late_rows(6),
+        _partials,
+        dynamic=(0, 1),
+        batches=(4, 20),
     ),
     Structure(
         "rows from 20 on",
-        "",
+        "may depend on a row's place",
         _late_rows(20),
         _partials,
         dynamic=(0, 1),
@@ -1596,7 +1606,7 @@ STRUCTURES = [
     ),
     Structure(
         "rows from 1000 on",
-        "",
+        "may depend on a row's place",
         _late_rows(1000),
         _partials,
         dynamic=(0, 1),
@@ -1604,7 +1614,7 @@ STRUCTURES = [
     ),
     Structure(
         "rows from 64 on, sliced",
-        "",
+        "a size that isn't proportional",
         _late_rows_sliced,
         _partials,
         dynamic=(0, 1),
@@ -1612,14 +1622,14 @@ STRUCTURES = [
     ),
     Structure(
         "factor from the host",
-        "",
+        "a size that isn't proportional",
         _item_factor,
         lambda rng, b: (*_partials(rng, b), torch.tensor(200)),
         scalars=True,
     ),
     Structure(
         "batch of two symbols",
-        "",
+        "a size that isn't proportional",
         _batch_of_two,
         _with_batch_of(lambda b: b + 1 if b > 4 else b),
         dynamic=(0, 1, 2),
@@ -1627,7 +1637,7 @@ STRUCTURES = [
     ),
     Structure(
         "batch counted by ones",
-        "",
+        "reduces over it",
         _counted_batch,
         _partials,
         dynamic=(0, 1),
@@ -1635,16 +1645,21 @@ STRUCTURES = [
     ),
     Structure(
         "rows counted",
-        "",
+        "reduces over it",
         _counted_rows,
         _partials,
         dynamic=(0, 1),
         batches=(4, 100),
     ),
-    Structure("merged LSE reduced between", "", _reduced_between, _partials),
+    Structure(
+        "merged LSE reduced between",
+        "inside the merge, is also read by all_reduce",
+        _reduced_between,
+        _partials,
+    ),
     Structure(
         "batch padded to 8",
-        "",
+        "a size that isn't proportional",
         _padded_batch,
         _partials,
         dynamic=(0, 1),

@@ -104,8 +104,10 @@ def _all_to_all(sent: list[Tensor]) -> list[Tensor]:
     return [torch.cat([row[rank] for row in chunks]) for rank in range(len(sent))]
 
 
-def start_parallel(rank: int, num_ranks: int, **settings: Any) -> Any:
-    """sglang's own groups over gloo, TP = DCP = all ranks; the module that holds them.
+def start_parallel(
+    rank: int, num_ranks: int, *, backend: str = "gloo", **settings: Any
+) -> Any:
+    """sglang's own groups, TP = DCP = all ranks; the module that holds them.
 
     settings: of sglang's ServerArgs.
     """
@@ -128,7 +130,7 @@ def start_parallel(rank: int, num_ranks: int, **settings: Any) -> Any:
     )
     state.is_cuda = lambda: True  # initialize_model_parallel checks the platform
     state.init_distributed_environment(
-        world_size=num_ranks, rank=rank, local_rank=rank, backend="gloo"
+        world_size=num_ranks, rank=rank, local_rank=rank, backend=backend
     )
     make = state.init_model_parallel_group
     quiet = dict.fromkeys(
@@ -144,5 +146,5 @@ def start_parallel(rank: int, num_ranks: int, **settings: Any) -> Any:
     state.init_model_parallel_group = lambda *args, **kwargs: make(
         *args, **{**kwargs, **quiet}
     )
-    state.initialize_model_parallel(backend="gloo")
+    state.initialize_model_parallel(backend=backend)
     return state

@@ -162,7 +162,7 @@ def test_names_are_unique():
 _REAL = {
     2: (
         "pack: bytes tail",
-        "wire: in place",
+        "wire: in place, two",
         "layout: b(hd)",
         "partials: pitched",
         "then: twice",

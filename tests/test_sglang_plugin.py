@@ -1,4 +1,4 @@
-"""The sglang plugin: found by sglang's own loader, and all ranks start alike or none."""
+"""The sglang plugin: found by sglang's own loader; all ranks start alike or none."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-
-import dcp_inductor
 from ranks import run_ranks
 from sglang_host import sglang_module, start_parallel
+
+import dcp_inductor
 
 pytestmark = pytest.mark.sglang
 
@@ -48,7 +50,7 @@ def hooked():
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """A folder with the metadata of an installed dcp_inductor, as pyproject.toml says."""
+    """A folder with the metadata of an install, as pyproject.toml says."""
     text = (ROOT / "pyproject.toml").read_text()
     section = text.split('[project.entry-points."sglang.srt.plugins"]\n')[1]
     info = tmp_path / "dcp_inductor-0.0.dist-info"
@@ -92,10 +94,11 @@ assert not heavy and {RUNNERS!r} not in sys.modules, heavy
 
 
 @pytest.mark.parametrize(
-    "env", [{"SGLANG_PLUGINS": "another"}, {"DCP_INDUCTOR": "0"}], ids=lambda e: [*e][0]
+    ("name", "value"), [("SGLANG_PLUGINS", "another"), ("DCP_INDUCTOR", "0")]
 )
-def test_switches(installed, env):
-    in_a_process(installed, "load_plugins(); assert hooked() == 0", **env)
+def test_switches(installed, name, value):
+    code = "load_plugins(); assert hooked() == 0"
+    in_a_process(installed, code, **{name: value})
 
 
 def test_a_broken_hook_leaves_the_import_alone(installed):
@@ -140,37 +143,87 @@ def runner_of(num_ranks: int) -> Any:
     return Runner()
 
 
-def start_on_rank(
-    rank: int, num_ranks: int, settings: dict[str, Any], sabotage: str = ""
-) -> dict[str, Any]:
-    """Warm up as sglang does, with the hook in place; what is there afterwards."""
-    from dcp_inductor.integrations import sglang as plugin
-    from dcp_inductor.integrations.inductor import installed_passes
-    from dcp_inductor.runtime.workspace import reservations
+# One spawn for all of them: importing sglang takes most of the time. In this order: the
+# last leaves the ranks at different rounds of their votes.
+REFUSALS = {
+    "not compiled": "without --enable-torch-compile",
+    "another backend": "--dcp-comm-backend is ag_rs",
+    "no compiled batch": "no decode batch is captured",
+    "no graphs": "no decode batch is captured",
+    "pdmux": "--enable-pdmux captures on several streams",
+}
+BROKEN = ("plan_for", "_unfit_streams")
 
+
+@pytest.fixture(scope="module")
+def started() -> list[dict[str, dict[str, Any]]]:
+    """What each of two ranks ended up with, by what was asked of it."""
+    env = {"DCP_INDUCTOR_TIMEOUT_S": "8", "SGLANG_LOG_LEVEL": "error"}
+    return run_ranks(start_on_rank, 2, env=env)
+
+
+def start_on_rank(rank: int, num_ranks: int) -> dict[str, dict[str, Any]]:
     graphs = sglang_module("srt.model_executor.cuda_graph_config")
     decode = graphs.PhaseConfig(backend=graphs.Backend.FULL, bs=[1, 2, 4, 16, 48])
     start_parallel(
         rank,
         num_ranks,
-        **{
-            "cuda_graph_config": graphs.CudaGraphConfig(decode=decode),
-            "torch_compile_max_bs": 16,
-            **settings,
-        },
+        cuda_graph_config=graphs.CudaGraphConfig(decode=decode),
+        torch_compile_max_bs=16,
     )
-    if sabotage and rank == num_ranks - 1:
-        setattr(plugin, sabotage, _broken)
+    return {
+        name: _warmed_up(num_ranks, scenario)
+        for name, scenario in _scenarios(rank, num_ranks).items()
+    }
+
+
+def _scenarios(rank: int, num_ranks: int) -> dict[str, Any]:
+    """What is different from a server that fuses, as context managers."""
+    from dcp_inductor.integrations import sglang as plugin
+
+    runtime = sglang_module("srt.runtime_context")
+    base = sglang_module("srt.model_executor.runner.base_runner").BaseRunner
+    last = rank == num_ranks - 1
+    parallel, graph = runtime.get_parallel(), runtime.get_exec().graph
+    capture = runtime.get_flags().capture
+    skipped = mock.patch.object(base, "_pre_initialize_fi_a2a_workspace", mock.Mock())
+    broken = mock.Mock(side_effect=MemoryError("no memory on this rank"))
+    return {
+        "no DCP": parallel.override(dcp_enabled=False),
+        "not compiled": capture.override(enable_torch_compile=False),
+        "another backend": parallel.override(dcp_comm_backend="ag_rs"),
+        "no compiled batch": graph.override(torch_compile_max_bs=0),
+        "no graphs": graph.override(cuda_graph_config=None),
+        "pdmux": runtime.get_disagg().override(enable_pdmux=True),
+        **{
+            name: mock.patch.object(plugin, name, broken) if last else nullcontext()
+            for name in BROKEN
+        },
+        "all well": nullcontext(),
+        "a draft model without MLA": mock.patch.object(
+            plugin, "_is_mla", return_value=False
+        ),
+        "no plugin": skipped if last else nullcontext(),
+    }
+
+
+def _warmed_up(num_ranks: int, scenario: Any) -> dict[str, Any]:
+    """Warm up as sglang does, with the hook in place."""
+    from dcp_inductor.integrations import sglang as plugin
+    from dcp_inductor.integrations.inductor import installed_passes
+    from dcp_inductor.runtime.workspace import reservations
+
+    plugin.register()
+    sglang_module("srt.plugins.hook_registry").HookRegistry.apply_hooks()
     lines: list[str] = []
+    logger = logging.getLogger("dcp_inductor.integrations")
+    logger.setLevel(logging.INFO)
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore
-    logging.getLogger("dcp_inductor.integrations").addHandler(handler)
-    logging.getLogger("dcp_inductor.integrations").setLevel(logging.INFO)
-    plugin.register()
-    registry = sglang_module("srt.plugins.hook_registry").HookRegistry
-    registry.apply_hooks()
-    runner = runner_of(num_ranks)
-    runner._pre_initialize_fi_a2a_workspace()
+    logger.addHandler(handler)
+    with scenario:
+        runner_of(num_ranks)._pre_initialize_fi_a2a_workspace()
+    logger.removeHandler(handler)
     return {
         "passes": len(installed_passes()),
         "reserved": [
@@ -180,80 +233,48 @@ def start_on_rank(
     }
 
 
-def _broken(*args: Any) -> Any:
-    raise MemoryError("no memory on this rank")
-
-
-def started(num_ranks: int = 2, sabotage: str = "", **settings: Any) -> list[Any]:
-    return run_ranks(
-        start_on_rank,
-        num_ranks,
-        settings,
-        sabotage,
-        env={"DCP_INDUCTOR_TIMEOUT_S": "20", "SGLANG_LOG_LEVEL": "error"},
-    )
-
-
-def test_all_ranks_reserve_and_install():
-    first, second = started()
-    for found in (first, second):
+def test_all_ranks_reserve_and_install(started):
+    for found in (ranks["all well"] for ranks in started):
         assert found["passes"] == 1
         ((name, geometry, backend),) = found["reserved"]
         assert (name, backend) == ("dcp:0", "collective")
         assert geometry["max_tokens"] == 16 * 3, "the widest compiled batch"
         assert (geometry["num_heads"], geometry["head_dim"]) == (8, 64)
         assert geometry["dtype"] == torch.bfloat16
-    (line,) = first["lines"]
-    assert "fusing DCP exchanges, backend collective, 2 ranks" in line
-    assert "48 tokens" in line
-    assert second["lines"] == []
+    first, second = (ranks["all well"]["lines"] for ranks in started)
+    (line,) = first
+    assert "fusing DCP exchanges, backend collective, 2 ranks, capacity 48" in line
+    assert second == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"enable_torch_compile": False}, "without --enable-torch-compile"),
-        ({"dcp_comm_backend": "ag_rs"}, "--dcp-comm-backend is ag_rs"),
-        ({"torch_compile_max_bs": 0}, "no decode batch is captured"),
-        ({"cuda_graph_config": None}, "no decode batch is captured"),
-        ({"enable_pdmux": True}, "--enable-pdmux captures on several streams"),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else ", ".join(value),
-)
-def test_refuses_with_the_reason(settings, reason):
-    for rank, found in enumerate(started(**settings)):
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refuses_with_the_reason(started, name):
+    for rank, found in enumerate(ranks[name] for ranks in started):
         assert (found["passes"], found["reserved"]) == (0, [])
         assert len(found["lines"]) == (rank == 0)
-        assert all(reason in line for line in found["lines"])
+        assert all(REFUSALS[name] in line for line in found["lines"])
 
 
-@pytest.mark.parametrize("step", ["plan_for", "_unfit_streams"])
-def test_one_rank_that_cant_start_keeps_all_from_fusing(step):
-    ranks = started(sabotage=step)
-    assert [(r["passes"], r["reserved"]) for r in ranks] == [(0, [])] * 2
-    (line,) = ranks[0]["lines"]
+@pytest.mark.parametrize("name", BROKEN)
+def test_one_rank_that_cant_start_keeps_all_from_fusing(started, name):
+    for found in (ranks[name] for ranks in started):
+        assert (found["passes"], found["reserved"]) == (0, [])
+    (line,) = started[0][name]["lines"]
     assert "MemoryError: no memory on this rank (rank 1)" in line
 
 
-def test_a_rank_without_the_plugin_is_an_error_in_time_not_a_hang():
-    (found, missing) = run_ranks(
-        start_on_rank_unless_last,
-        2,
-        env={"DCP_INDUCTOR_TIMEOUT_S": "3", "SGLANG_LOG_LEVEL": "error"},
-    )
-    assert missing is None
-    assert (found["passes"], found["reserved"]) == (0, [])
+def test_a_runner_without_exchanges_undoes_nothing(started):
+    for ranks in started:
+        assert ranks["a draft model without MLA"]["passes"] == 1
+
+
+def test_a_rank_without_the_plugin_is_an_error_in_time_not_a_hang(started):
+    found = started[0]["no plugin"]
+    assert found["passes"] == 0
     (line,) = found["lines"]
     assert "Rank(s) 1 of group" in line
 
 
-def start_on_rank_unless_last(rank: int, num_ranks: int) -> Any:
-    if rank == num_ranks - 1:
-        start_parallel(rank, num_ranks)
-        return None
-    return start_on_rank(rank, num_ranks, {})
-
-
-def test_a_server_without_dcp_says_nothing():
-    for found in started(dcp_size=1):
+def test_a_server_without_dcp_says_nothing(started):
+    for found in (ranks["no DCP"] for ranks in started):
         assert (found["passes"], found["reserved"], found["lines"]) == (0, [], [])
