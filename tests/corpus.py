@@ -332,6 +332,12 @@ POWERS: dict[str, Power] = {
     "exp2 of log2(e)": Power(
         "basee", lambda x: torch.exp2(x * LOG2E), lambda x: torch.log2(x) / LOG2E, 1.0
     ),
+    "exp2 of a tensor": Power(
+        "basee",
+        lambda x: torch.exp2(x * torch.tensor([1.0, LOG2E])[1]),
+        lambda x: torch.log2(x) / LOG2E,
+        1.0,
+    ),
     "exp of ln(2)": Power(
         "base2", lambda x: torch.exp(x * LN2), lambda x: torch.log(x) / LN2, LN2
     ),

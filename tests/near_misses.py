@@ -1359,6 +1359,39 @@ def _reduced_between(groups: dict[str, Any]) -> Callable[..., Any]:
     return fn
 
 
+def _returning_lse(
+    merged_lse: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Callable[..., Any]:
+    """Also returns something like the merged LSE, of the LSE, its max and the total."""
+
+    def make(groups: dict[str, Any]) -> Callable[..., Any]:
+        def fn(o: Tensor, lse: Tensor) -> Any:
+            got_o, got_lse = (send(split(x, 2), groups["2"]) for x in (o, lse))
+            top = got_lse.amax(0)
+            weight = torch.exp(got_lse - top)
+            total = weight.sum(0)
+            out = (weight.unsqueeze(-1) * got_o).sum(0) / total.unsqueeze(-1)
+            return out, merged_lse(got_lse, top, total)
+
+        return fn
+
+    return make
+
+
+def _constant_scale(scale: float) -> Callable[..., Any]:
+    """A tensor of the graph itself, one number a source."""
+
+    def make(groups: dict[str, Any]) -> Callable[..., Any]:
+        def fn(o: Tensor, lse: Tensor) -> Any:
+            got_o, got_lse = (send(split(x, 2), groups["2"]) for x in (o, lse))
+            factor = torch.tensor([1.0, scale])[:, None, None, None]
+            return combine(got_o * factor, got_lse)[0]
+
+        return fn
+
+    return make
+
+
 def _edit_before(target: Any, change: Callable[[torch.fx.Graph, torch.fx.Node], Any]):
     """Edits the graph right before the first node of ``target``."""
 
@@ -1446,6 +1479,41 @@ STRUCTURES = [
         _leaking(lambda o, lse: (lse > 0).any()),
         _partials,
     ),
+    Structure(
+        "merged LSE with an epsilon",
+        _NOT,
+        _returning_lse(lambda lse, top, total: top + torch.log(total + 1e-3)),
+        _partials,
+    ),
+    Structure(
+        "merged LSE in the other base",
+        _NOT,
+        _returning_lse(lambda lse, top, total: top + torch.log2(total)),
+        _partials,
+    ),
+    Structure(
+        "merged LSE without its max",
+        _NOT,
+        _returning_lse(lambda lse, top, total: torch.log(total)),
+        _partials,
+    ),
+    Structure(
+        "mean LSE",
+        _NOT,
+        _returning_lse(lambda lse, top, total: lse.mean(0)),
+        _partials,
+    ),
+    Structure(
+        "merged LSE of -1e30 where all are empty",
+        "merged LSE",
+        _returning_lse(
+            lambda lse, top, total: torch.where(
+                top == -torch.inf, -1e30, top + torch.log(total)
+            )
+        ),
+        _partials,
+    ),
+    Structure("constant scale of 1.001", _NOT, _constant_scale(1.001), _partials),
     Structure("max returned", _NOT, _leaking(lambda o, lse: lse.amax(0)), _partials),
     Structure(
         "weights returned",

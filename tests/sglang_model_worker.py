@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sglang_host import start_parallel, triton_target
 from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dcp_inductor import Config, DcpFusionPass
-from sglang_host import start_parallel, triton_target
 
 NUM_LAYERS = 3
 CALLS_PER_BATCH = 3

@@ -32,6 +32,9 @@ _COLLECTIVES = (
     torch.ops._c10d_functional.wait_tensor.default,
 )
 
+# What the sum of an fp32 merge may be off by, relative to its largest element.
+ROUNDING = 2e-5
+
 
 def _examples(number: int) -> settings:
     return settings(
@@ -359,7 +362,7 @@ def _same_numbers(new: Any, old: Any, eps: float, lse: float) -> bool:
     if not isinstance(old, Tensor) or not old.dtype.is_floating_point:
         return bool(torch.as_tensor(new == old).all())
     eps = max(eps, torch.finfo(old.dtype).eps)
-    tolerance = 8 * eps + 8 * 2.0**-24 * lse
+    tolerance = max(8 * eps, ROUNDING) + 8 * 2.0**-24 * lse
     kept = old.isfinite()
     new, old = new[kept].double(), old[kept].double()
     if not old.numel():
@@ -379,7 +382,7 @@ def test_what_fuses_after_a_mutation_has_the_same_numbers(groups, data):
     graph = base.mutable()
     told = [
         data.draw(st.sampled_from(_MUTATIONS))(graph, data.draw)
-        for _ in range(data.draw(st.integers(1, 2)))
+        for _ in range(data.draw(st.integers(1, 3)))
     ]
     assume(_valid(graph, base.flat[0][0]))
     before = copied(graph)

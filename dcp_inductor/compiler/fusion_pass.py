@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from dcp_inductor.compiler import lowering
 from dcp_inductor.compiler.exchange import find_exchanges
 from dcp_inductor.compiler.proof import Proof, prove
-from dcp_inductor.compiler.region import Proposal, Region, RegionFinder
+from dcp_inductor.compiler.region import Proposal, Region, RegionFinder, Stale
 from dcp_inductor.compiler.rewrite import rewrite
 from dcp_inductor.config import Config
 from dcp_inductor.errors import FusionMissed
@@ -105,12 +105,11 @@ class DcpFusionPass(CustomGraphPass):
 def _settle(graph: Graph) -> Iterator[Finding]:
     """A finding for each exchange: propose, prove, rewrite.
 
-    A rewrite makes what was found before it stale, so the graph is read again.
+    Where a rewrite has changed what a proposal rests on, the graph is read again.
     """
     settled: set[Node] = set()
-    finder: RegionFinder | None = None
+    finder = RegionFinder(graph)
     while True:
-        finder = RegionFinder(graph) if finder is None else finder
         fresh = [found for found in finder.found if found[0] not in settled]
         if not fresh:
             return
@@ -119,12 +118,13 @@ def _settle(graph: Graph) -> Iterator[Finding]:
             settled.add(node)
             yield Finding(node.name, "", 0, False, exchange.reason)
             continue
-        proposal = finder.propose(exchange)
+        try:
+            proposal = finder.propose(exchange)
+        except Stale:
+            finder = RegionFinder(graph)
+            continue
         settled.update(member.node for member in proposal.exchanges)
-        finding = _attempt(graph, proposal)
-        if finding.fused:
-            finder = None
-        yield finding
+        yield _attempt(graph, proposal)
 
 
 def _attempt(graph: Graph, proposal: Proposal) -> Finding:

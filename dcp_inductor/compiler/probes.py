@@ -37,7 +37,7 @@ from dcp_inductor.compiler.region import Region
 
 _SEED = 20240229
 # A proof's mixed runs stop being added at this many payload elements of all ranks.
-_BUDGET_ELEMENTS = 2**22
+_BUDGET_ELEMENTS = 2**21
 # Where user kernels run, which may be interpreted: until each pattern met so many rows.
 _ROWS_OF_KERNELS = 6
 _MAX_CONSTANTS = 12

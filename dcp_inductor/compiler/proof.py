@@ -21,6 +21,7 @@ larger; there an error may also be eps of the largest payload of its element.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -87,18 +88,29 @@ _MEMO: dict[str, Proof | Miss] = {}
 
 def prove(region: Region) -> Proof | Miss:
     """The verdict on a region, from the process's memo if an equal one was judged."""
-    key = fingerprint(region)
-    if key in _MEMO:
-        known = _MEMO[key]
-        return replace(known, from_memo=True) if isinstance(known, Proof) else known
-    try:
-        # A compilation may run under fake tensor or other modes; probes are real.
-        with torch.no_grad(), _disable_current_modes():
+    # A compilation may run under fake tensor or other modes; probes are real.
+    with torch.no_grad(), _disable_current_modes(), _one_thread():
+        key = fingerprint(region)
+        if key in _MEMO:
+            known = _MEMO[key]
+            return replace(known, from_memo=True) if isinstance(known, Proof) else known
+        try:
             verdict = _judge(region)
-    except CantSimulate as error:
-        verdict = Miss(str(error))
+        except CantSimulate as error:
+            verdict = Miss(str(error))
     _MEMO[key] = verdict
     return verdict
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Probes are small; threads that wait for each other cost more than they do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def forget_proofs() -> None:

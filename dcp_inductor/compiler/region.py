@@ -110,6 +110,17 @@ class _Ranked:
 _NOT_TWO, _NO_RESULT, _INNER_ESCAPE, _TELLING = range(4)
 
 
+class Stale(Exception):
+    """The graph was rewritten where a finder looks; a new one must read it again."""
+
+
+class _Places(dict[Node, int]):
+    """Each node's place in the graph as it was read."""
+
+    def __missing__(self, node: Node) -> int:
+        raise Stale(node.name)
+
+
 class RegionFinder:
     """Proposes regions for the exchanges of one graph.
 
@@ -118,7 +129,7 @@ class RegionFinder:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.place = {node: place for place, node in enumerate(graph.nodes)}
+        self.place = _Places((node, place) for place, node in enumerate(graph.nodes))
         self.found = find_exchanges(graph)
         self._of_result = {
             result: exchange
@@ -134,7 +145,12 @@ class RegionFinder:
             self._by_reads.setdefault(reads, []).append(node)
 
     def propose(self, exchange: Exchange) -> Proposal:
-        """The regions around ``exchange``, which may take other exchanges in."""
+        """The regions around ``exchange``, which may take other exchanges in.
+
+        Raises Stale if a rewrite has changed what it would look at.
+        """
+        if exchange.sent._erased:
+            raise Stale(exchange.sent.name)
         if exchange.num_ranks is not None and exchange.num_ranks < 2:
             miss = Miss("its group has one rank: nothing is exchanged")
             return Proposal((exchange,), (), miss)

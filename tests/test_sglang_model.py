@@ -1,0 +1,60 @@
+"""sglang's real DeepseekV2ForCausalLM: one fused exchange for each batch size."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang_host import sglang_module
+
+import dcp_inductor
+
+pytestmark = pytest.mark.sglang
+
+HERE = Path(__file__).parent
+ROOT = Path(dcp_inductor.__file__).parents[1]
+BATCHES = ("4", "2", "1")
+OP = "dcp_inductor.a2a_lse_reduce.default"
+
+
+@pytest.fixture(scope="module")
+def traced() -> dict[str, list[dict[str, Any]]]:
+    """Every compiled graph with an exchange, by batch size; in a process of its own:
+    the model patches much of it."""
+    sglang_module("srt.layers.dcp.comm")
+    path = os.pathsep.join([str(ROOT), str(HERE), *sys.path])
+    done = subprocess.run(
+        [sys.executable, str(HERE / "sglang_model_worker.py"), *BATCHES],
+        env={**os.environ, "PYTHONPATH": path, "SGLANG_LOG_LEVEL": "error"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_one_graph_with_one_fused_exchange_for_all_layers(traced, batch):
+    (graph,) = traced[batch]
+    assert (graph["fused"], graph["lse_modes"]) == (1, ["base2"]), graph["findings"]
+    assert graph["nodes"].count(OP) == 1
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_nothing_of_the_exchange_is_left(traced, batch):
+    (graph,) = traced[batch]
+    for trace in ("triton_kernel", "auto_functionalized", "copy_", "scatter", "view"):
+        assert not any(trace in target for target in graph["nodes"])
+
+
+def test_a_batch_of_one_goes_on_into_the_output_projection(traced):
+    """Its matrix products have one row, which Inductor writes as sums."""
+    (one,), (four,) = traced["1"], traced["4"]
+    assert any("sum" in target for target in one["nodes"][one["nodes"].index(OP) :])
+    assert len(one["nodes"]) > len(four["nodes"]) == 5
