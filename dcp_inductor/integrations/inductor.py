@@ -103,14 +103,14 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     Nothing is computed and nothing is sent: a compiled graph returns zeros of the
     right shapes, so one rank can explain alone, on a machine without the others. With
     FakeTensor arguments (inside or outside their FakeTensorMode) no device is needed
-    either. It looks also under ``DCP_INDUCTOR=0``. Python between graphs does run. ``fn`` may be compiled already; caches are
+    either. Python between graphs does run. ``fn`` may be compiled already; caches are
     neither read nor written.
 
     Returns a Report: ``.fused``, ``.refused``, ``.exchanges``, ``.graphs`` with the
     text before and after, ``str()`` for people.
     """
     report = Report()
-    config = replace(Config.from_env(), enabled=True, on_miss="log")
+    config = replace(Config.from_env(), on_miss="log")
     fusion_pass = DcpFusionPass(config, report.graphs.append)
     target = getattr(fn, "_torchdynamo_orig_callable", fn)
     torch._dynamo.reset()
