@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._logging import trace_structured
+from torch._logging._internal import trace_log
 from torch.fx import Graph, Node
 
 from dcp_inductor.compiler import lowering
@@ -64,11 +66,11 @@ class DcpFusionPass(CustomGraphPass):
         if not find_exchanges(graph):
             self._tell(GraphReport((), num_nodes, num_nodes))
             return
-        before = _text(graph)
+        shown = self.listener is not None or _graphs_are_shown()
+        before = _text(graph) if shown else ""
         findings = tuple(_settle(graph))
-        report = GraphReport(
-            findings, num_nodes, len(graph.nodes), before, _text(graph)
-        )
+        after = _text(graph) if shown else ""
+        report = GraphReport(findings, num_nodes, len(graph.nodes), before, after)
         graph.lint()
         _publish(report)
         self._tell(report)
@@ -187,6 +189,11 @@ def _publish(report: GraphReport) -> None:
             payload_fn=lambda text=text: text,  # type: ignore[misc]
         )
         log.debug("graph %s:\n%s", name, text)
+
+
+def _graphs_are_shown() -> bool:
+    """True if a debug log or a structured trace takes the text, which costs time."""
+    return log.isEnabledFor(logging.DEBUG) or bool(trace_log.handlers)
 
 
 def _text(graph: Graph) -> str:

@@ -402,7 +402,8 @@ def _pieces(num_tokens: int, max_tokens: int) -> list[tuple[int, int]]:
 
 
 def _default_device(group: ProcessGroup) -> torch.device:
-    if any(device.type == "cuda" for device in group._device_types):
+    on_cuda = any(device.type == "cuda" for device in group._device_types)
+    if on_cuda and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
