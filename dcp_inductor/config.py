@@ -29,16 +29,12 @@ class Config:
     on_miss: what happens to an exchange that was found and not fused: "log" (one info
         line a graph), "warn" (a Python warning too) or "raise" (``FusionMissed``,
         ``DCP_INDUCTOR_ON_MISS``).
-    fuse_all_gather: also fuse merges spelled as all-gather of the LSE, correction and
-        reduce-scatter. Off by default: the fused op rounds once where that chain
-        rounds twice (``DCP_INDUCTOR_FUSE_ALL_GATHER=1``).
     """
 
     enabled: bool = True
     backend: Backend = "auto"
     timeout_s: float = 30.0
     on_miss: OnMiss = "log"
-    fuse_all_gather: bool = False
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, get_args(Backend))
@@ -61,8 +57,6 @@ class Config:
             found["timeout_s"] = _number("DCP_INDUCTOR_TIMEOUT_S", text)
         if text := os.environ.get("DCP_INDUCTOR_ON_MISS"):
             found["on_miss"] = text.strip().lower()
-        if text := os.environ.get("DCP_INDUCTOR_FUSE_ALL_GATHER"):
-            found["fuse_all_gather"] = text.strip().lower() not in _OFF
         return cls(**found)  # type: ignore[arg-type]
 
     def key(self) -> tuple[tuple[str, object], ...]:

@@ -32,7 +32,7 @@ def sglang_module(name: str) -> Any:
     except Exception as error:
         pytest.skip(
             f"sglang isn't importable here ({type(error).__name__}: {error}); "
-            "docs/sglang.md says what to install"
+            "install the packages of .ci/sglang.txt with --no-deps"
         )
 
 

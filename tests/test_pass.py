@@ -136,7 +136,6 @@ CHANGED = {
     "backend": "collective",
     "timeout_s": 1.0,
     "on_miss": "warn",
-    "fuse_all_gather": True,
 }
 
 
