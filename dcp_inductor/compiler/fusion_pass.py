@@ -97,7 +97,7 @@ class DcpFusionPass(CustomGraphPass):
             return
         text = (
             f"{report.summary()}. The model stays right, and unfused there. "
-            "dcp_inductor.explain shows the graph; docs/adopt.md says what is refused."
+            "dcp_inductor.explain shows the graph; docs/design.md says what is refused."
         )
         if self.config.on_miss == "raise":
             raise FusionMissed(text)
