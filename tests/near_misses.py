@@ -573,6 +573,18 @@ def _bumped(x: Tensor) -> Tensor:
     return x - (square.clamp(650.0, 655.0) - square.clamp(655.0, 660.0) + 5.0)
 
 
+def _bumped_by_sign(x: Tensor) -> Tensor:
+    square = x * x
+    return x - 0.25 * (torch.sign(square - 650.0) - torch.sign(square - 660.0))
+
+
+def _by_table(x: Tensor) -> Tensor:
+    """Corrected by a table over LSEs of 0 to 100, all zeros but for one."""
+    table = torch.zeros(1000)
+    table[256] = 1.0
+    return x - table[(x * 10).to(torch.int64).clamp(0, 999)]
+
+
 def _after_decoys(lse: Tensor) -> Tensor:
     """Exact multiplications by many numbers, then a condition."""
     for power in range(1, 10):
@@ -589,13 +601,13 @@ def _apart_in_level(rng: torch.Generator, *shape: int) -> Pair:
 HIDDEN = [
     NearMiss(
         "a window of squares",
-        "no probe makes",
+        "",
         _on_lse(lambda x: torch.where(_between(x * x, 650.0, 660.0), x * 0.5, x)),
         _lse(25.6, 0.2),
     ),
     NearMiss(
         "one comparison of squares",
-        "no probe makes",
+        "",
         _on_lse(lambda x: torch.where((x * x - 655.0).abs() < 1, x * 0.5, x)),
         _lse(25.6, 0.2),
     ),
@@ -605,6 +617,8 @@ HIDDEN = [
         _on_lse(_bumped),
         _lse(25.6, 0.2),
     ),
+    NearMiss("a bump of signs", "", _on_lse(_bumped_by_sign), _lse(25.6, 0.2)),
+    NearMiss("a table with one odd entry", "", _on_lse(_by_table), _lse(25.6, 0.2)),
     NearMiss(
         "a window of sums",
         _NOT,
@@ -624,7 +638,7 @@ HIDDEN = [
     NearMiss("a window behind decoys", _NOT, _on_lse(_after_decoys), _lse(33.5, 0.4)),
     NearMiss(
         "high on one rank, low on the other",
-        "no probe makes",
+        "",
         _on_lse(lambda x: torch.where((x[:1] > 20) & (x[1:] < -20), x * 0.5, x)),
         _apart_in_level,
     ),

@@ -120,18 +120,20 @@ def _with_empty(num_empty: Callable[[int], int]) -> Pattern:
 
 
 def _near(values: Sequence[float]) -> Pattern:
-    """Each row near one of ``values``: a few per cent off, exactly there, or within 4,
-    on all ranks or on some."""
+    """Each row near one of ``values``, or its ranks near different ones: a few per cent
+    off, exactly there, or within 4, on all ranks or on some."""
 
     def pattern(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
-        choice = torch.randint(len(values), (num_rows,), generator=rng)
-        center = torch.tensor(values)[choice]
+        shape = (num_ranks, num_rows)
+        choice = torch.randint(len(values), shape, generator=rng)
+        apart = torch.rand(num_rows, generator=rng) < 0.3
+        center = torch.tensor(values)[torch.where(apart, choice, choice[0])]
         noise = torch.randn(num_ranks, num_rows, generator=rng)
         manner = torch.randint(4, (num_ranks, num_rows), generator=rng)
         near = torch.stack(
             [
                 center * (1 + 0.05 * noise),
-                center.expand(num_ranks, -1),
+                center,
                 center + 0.01 * noise,
                 center + 2 * noise,
             ]
@@ -157,6 +159,17 @@ def _above(value: float) -> Pattern:
 def _below(value: float) -> Pattern:
     above = _above(-value)
     return lambda num_ranks, num_rows, rng: -above(num_ranks, num_rows, rng)
+
+
+def _opposed(value: float) -> Pattern:
+    """Each rank beyond ``value`` on a side of its own."""
+    beyond = _above(abs(value))
+
+    def pattern(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
+        sign = torch.randint(0, 2, (num_ranks, num_rows), generator=rng) * 2 - 1
+        return sign * beyond(num_ranks, num_rows, rng)
+
+    return pattern
 
 
 def _gaps_near(values: Sequence[float]) -> Pattern:
@@ -223,9 +236,9 @@ class Prober:
             yield from self._probes({name: PATTERNS[name]}, 500 + place)
         for place, value in enumerate(self.constants):
             name = f"LSEs near {value:.4g}, a constant of the graph"
-            sides = (_near([value]), _above(value), _below(value))
+            sides = (_near([value]), _above(value), _below(value), _opposed(value))
             for side, pattern in enumerate(sides):
-                yield from self._probes({name: pattern}, 1000 + 3 * place + side)
+                yield from self._probes({name: pattern}, 1000 + 4 * place + side)
 
     def _num_runs(self) -> int:
         elements = self.num_ranks * self.num_rows * self.head_dim
@@ -287,7 +300,9 @@ def graph_constants(region: Region) -> tuple[float, ...]:
     near: dict[float, None] = {}
     for number in [*found][:_MAX_CONSTANTS]:
         size = abs(number)
-        for value in (number, -number, 1 / number, math.log(size), math.log2(size)):
+        roots = math.sqrt(size), -math.sqrt(size)
+        logs = math.log(size), math.log2(size)
+        for value in (number, -number, 1 / number, *roots, *logs):
             if abs(value) < 3e38:
                 near[value] = None
     return tuple(near)
