@@ -121,9 +121,6 @@ class _Tap:
         self.fusion(graph)
         self.captured.after = copied(graph)
 
-    def uuid(self) -> None:
-        return None
-
 
 def captured(
     fn: Callable[..., Any],

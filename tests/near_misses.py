@@ -580,8 +580,7 @@ def _bumped_by_sign(x: Tensor) -> Tensor:
 
 def _by_table(x: Tensor) -> Tensor:
     """Corrected by a table over LSEs of 0 to 100, all zeros but for one."""
-    table = torch.zeros(1000)
-    table[256] = 1.0
+    table = (torch.arange(1000) == 256).float()
     return x - table[(x * 10).to(torch.int64).clamp(0, 999)]
 
 
@@ -616,6 +615,51 @@ HIDDEN = [
         "",
         _on_lse(_bumped),
         _lse(25.6, 0.2),
+    ),
+    NearMiss(
+        "one comparison of cubes",
+        "no probe makes",
+        _on_lse(lambda x: torch.where((x * x * x - 16777.0).abs() < 9, x * 0.5, x)),
+        _lse(25.6, 0.004),
+    ),
+    NearMiss(
+        "a bump of clamped cubes",
+        "",
+        _on_lse(
+            lambda x: (
+                x
+                - (
+                    (x * x * x).clamp(16770.0, 16775.0)
+                    - (x * x * x).clamp(16775.0, 16780.0)
+                    + 5.0
+                )
+            )
+        ),
+        _lse(25.6, 0.004),
+    ),
+    NearMiss(
+        "a bump of signs of cubes",
+        "",
+        _on_lse(
+            lambda x: (
+                x
+                - 0.25 * (torch.sign(x * x * x - 16770) - torch.sign(x * x * x - 16780))
+            )
+        ),
+        _lse(25.6, 0.004),
+    ),
+    NearMiss(
+        "a table of cubes",
+        "",
+        _on_lse(
+            lambda x: (
+                x
+                - (torch.arange(2000) == 1677).float()[
+                    (x * x * x / 10).to(torch.int64).clamp(0, 1999)
+                ]
+            )
+        ),
+        _lse(25.6, 0.004),
     ),
     NearMiss("a bump of signs", "", _on_lse(_bumped_by_sign), _lse(25.6, 0.2)),
     NearMiss("a table with one odd entry", "", _on_lse(_by_table), _lse(25.6, 0.2)),
@@ -1033,7 +1077,7 @@ class Structure:
 
     make: from harness.fake_world()'s groups to the function; args: one rank's
     arguments. edit: changes the graph before the pass. dynamic: the arguments whose
-    first axis is symbolic. batches: sizes of that axis to run it with.
+    first axis is symbolic. batch: its size when traced.
     """
 
     name: str
@@ -1043,7 +1087,7 @@ class Structure:
     num_ranks: int = 2
     edit: Callable[[torch.fx.Graph], None] | None = None
     dynamic: tuple[int, ...] = ()
-    batches: tuple[int, ...] = (4,)
+    batch: int = 4
     scalars: bool = False
 
     def __str__(self) -> str:
@@ -1644,7 +1688,6 @@ STRUCTURES = [
         _size_factor(lambda b, t: t // b),
         _with_batch_of(lambda b: 4 if b == 4 else 3 * b),
         dynamic=(0, 1, 2),
-        batches=(4, 3),
     ),
     Structure(
         "factor of a large batch",
@@ -1652,7 +1695,6 @@ STRUCTURES = [
         _size_factor(lambda b: b // 100 + 1),
         _partials,
         dynamic=(0, 1),
-        batches=(4, 150),
     ),
     Structure(
         "factor of the batch",
@@ -1660,7 +1702,6 @@ STRUCTURES = [
         _size_factor(lambda b: b),
         _partials,
         dynamic=(0, 1),
-        batches=(4, 9),
     ),
     Structure(
         "factor of an odd batch",
@@ -1668,7 +1709,7 @@ STRUCTURES = [
         _size_factor(lambda b: 2 - b % 2),
         _partials,
         dynamic=(0, 1),
-        batches=(5, 8),
+        batch=5,
     ),
     Structure(
         "rows from 6 on",
@@ -1676,7 +1717,6 @@ STRUCTURES = [
         _late_rows(6),
         _partials,
         dynamic=(0, 1),
-        batches=(4, 20),
     ),
     Structure(
         "rows from 20 on",
@@ -1684,7 +1724,6 @@ STRUCTURES = [
         _late_rows(20),
         _partials,
         dynamic=(0, 1),
-        batches=(4, 64),
     ),
     Structure(
         "rows from 1000 on",
@@ -1692,7 +1731,6 @@ STRUCTURES = [
         _late_rows(1000),
         _partials,
         dynamic=(0, 1),
-        batches=(4, 1100),
     ),
     Structure(
         "rows from 64 on, sliced",
@@ -1700,7 +1738,7 @@ STRUCTURES = [
         _late_rows_sliced,
         _partials,
         dynamic=(0, 1),
-        batches=(100, 70),
+        batch=100,
     ),
     Structure(
         "factor from the host",
@@ -1715,7 +1753,6 @@ STRUCTURES = [
         _batch_of_two,
         _with_batch_of(lambda b: b + 1 if b > 4 else b),
         dynamic=(0, 1, 2),
-        batches=(4, 9),
     ),
     Structure(
         "batch counted by ones",
@@ -1723,7 +1760,6 @@ STRUCTURES = [
         _counted_batch,
         _partials,
         dynamic=(0, 1),
-        batches=(4, 60),
     ),
     Structure(
         "rows counted",
@@ -1731,7 +1767,6 @@ STRUCTURES = [
         _counted_rows,
         _partials,
         dynamic=(0, 1),
-        batches=(4, 100),
     ),
     Structure(
         "merged LSE reduced between",
@@ -1745,6 +1780,6 @@ STRUCTURES = [
         _padded_batch,
         _partials,
         dynamic=(0, 1),
-        batches=(6, 9, 17),
+        batch=6,
     ),
 ]
