@@ -624,7 +624,7 @@ HIDDEN = [
     ),
     NearMiss(
         "a bump of clamped cubes",
-        "",
+        "a merge has no use for",
         _on_lse(
             lambda x: (
                 x
@@ -639,7 +639,7 @@ HIDDEN = [
     ),
     NearMiss(
         "a bump of signs of cubes",
-        "",
+        "a merge has no use for",
         _on_lse(
             lambda x: (
                 x
@@ -650,7 +650,7 @@ HIDDEN = [
     ),
     NearMiss(
         "a table of cubes",
-        "",
+        "a merge has no use for",
         _on_lse(
             lambda x: (
                 x
@@ -662,7 +662,12 @@ HIDDEN = [
         _lse(25.6, 0.004),
     ),
     NearMiss("a bump of signs", "", _on_lse(_bumped_by_sign), _lse(25.6, 0.2)),
-    NearMiss("a table with one odd entry", "", _on_lse(_by_table), _lse(25.6, 0.2)),
+    NearMiss(
+        "a table with one odd entry",
+        "a merge has no use for",
+        _on_lse(_by_table),
+        _lse(25.6, 0.2),
+    ),
     NearMiss(
         "a window of sums",
         _NOT,

@@ -448,7 +448,7 @@ def mixes(draw: Any) -> Entry:
     )
 
 
-@_examples(25)
+@_examples(18)
 @given(entry=mixes())
 def test_any_mix_of_choices_fuses(groups, entry):
     (pair, *_) = partials(entry, entry.num_tokens, LSES[0], 0)

@@ -54,7 +54,9 @@ def largest_error(
     return worst
 
 
-@pytest.mark.parametrize("case", NEAR_MISSES, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name) for case in NEAR_MISSES]
+)
 def test_near_miss_is_refused(case: NearMiss, groups):
     found = traced_case(case, groups)
     o, lse = partials(case, 2)

@@ -69,7 +69,7 @@ def _is_guard(node: Node) -> bool:
     numbers = [value for value in node.args if isinstance(value, (int, float))]
     return (
         node.target in _GUARDS_AGAINST_NAN
-        or len(node.args) == 2 * len(node.all_input_nodes)
+        or (len(node.args) == 2 and node.args[0] is node.args[1])
         or any(not math.isfinite(value) for value in numbers)
         or (node.target in _EQUALITY and 0 in numbers)
     )

@@ -41,6 +41,8 @@ _BUDGET_ELEMENTS = 2**21
 # Where user kernels run, which may be interpreted: until each pattern met so many rows.
 _ROWS_OF_KERNELS = 6
 _MAX_CONSTANTS = 12
+# Elements of a constant tensor that are looked at one by one.
+MAX_CONSTANT_NUMEL = 64
 _TRIVIAL = (0.0, 1.0, math.log(2), math.log2(math.e))
 
 # Sizes of random payloads, within what the dtype holds to full precision.
@@ -294,7 +296,7 @@ def graph_constants(region: Region) -> tuple[float, ...]:
     """The numbers of a region that aren't sizes, with what they may be in an LSE."""
     found: dict[float, None] = {}
     for node in (*region.pack, *region.combine):
-        for number in _numbers(node):
+        for number in numbers(node):
             if math.isfinite(number) and abs(number) not in _TRIVIAL:
                 found[number] = None
     near: dict[float, None] = {}
@@ -308,12 +310,13 @@ def graph_constants(region: Region) -> tuple[float, ...]:
     return tuple(near)
 
 
-def _numbers(node: Node) -> list[float]:
+def numbers(node: Node) -> list[float]:
+    """The numbers that a node computes with: not sizes, axes or dtypes."""
     if is_kernel(node):
         return numbers_of_kernel(node)
     if node.op == "get_attr":
         tensor = constant_tensor(node)
-        if tensor is None or tensor.numel() > 64 or tensor.is_complex():
+        if tensor is None or tensor.numel() > MAX_CONSTANT_NUMEL or tensor.is_complex():
             return []
         return [float(value) for value in tensor.flatten().tolist()]
     if not isinstance(node.target, torch._ops.OpOverload):

@@ -35,6 +35,7 @@ from dcp_inductor.compiler.fingerprint import fingerprint
 from dcp_inductor.compiler.headmap import HeadMap, read_head_map
 from dcp_inductor.compiler.layout import Layout, apply, layouts
 from dcp_inductor.compiler.movement import is_constant, is_mover, widens
+from dcp_inductor.compiler.plain import not_plain
 from dcp_inductor.compiler.probes import MUST_BE_FINITE, Probe, Prober
 from dcp_inductor.compiler.region import Region
 from dcp_inductor.compiler.simulate import (
@@ -158,6 +159,9 @@ def _try(layout: Layout, simulations: Sequence[Simulation]) -> Proof | Miss:
         one_sided = judge.simulation.coverage.one_sided()
         if one_sided is not None:
             return one_sided
+    hidden = not_plain(simulations[0].region)
+    if hidden is not None:
+        return hidden
     ordinary = first[fits[0]]
     return Proof(fits[0], layout, ordinary.relative, ordinary.tolerance)
 
