@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from dcp_inductor.compiler.fusion_pass import DcpFusionPass
     from dcp_inductor.config import Config
     from dcp_inductor.integrations.inductor import explain, install, uninstall
-    from dcp_inductor.merge import merge
     from dcp_inductor.op import a2a_lse_reduce
     from dcp_inductor.report import Report
     from dcp_inductor.runtime.groups import alias_group
@@ -30,7 +29,6 @@ _HOME = {
     "explain": "integrations.inductor",
     "install": "integrations.inductor",
     "check": "runtime.workspace",
-    "merge": "merge",
     "reserve": "runtime.workspace",
     "uninstall": "integrations.inductor",
 }
@@ -44,7 +42,6 @@ __all__ = [
     "check",
     "explain",
     "install",
-    "merge",
     "reserve",
     "uninstall",
 ]

@@ -14,11 +14,16 @@ NOTE [one functional op]
 - ``*_lane`` are what the Inductor lowering emits (compiler/lowering.py): the same op,
   bound to one workspace lane, with its site in the graph. The one with LSE gives a
   list, which is what Inductor's collective node takes for several outputs.
+
+NOTE [program order]
+Inductor moves calls towards their readers before any custom pass runs. It leaves its
+own collectives in place by their waits, and ops that draw from a random generator by
+their tag. A call of the op in a traced program has no wait, so it carries that tag: its
+peers count on its order as the next draw counts on the generator's state.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -27,19 +32,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.fx.node import has_side_effect
 
-from dcp_inductor.errors import BadInput
+from dcp_inductor.errors import BadInput, UnknownGroup
 from dcp_inductor.merge import LseMode, check_lse_mode, merge
-from dcp_inductor.runtime import workspace
+from dcp_inductor.runtime import rollcall, workspace
 from dcp_inductor.runtime.call import ExchangeCall, check_partials
 from dcp_inductor.runtime.groups import group_name_of, resolve_group
 
 _ARGS = (
     "Tensor partial_o, Tensor partial_lse, str group_name, int cp_size, str lse_mode"
 )
-# Signatures of calls that passed every check, by group: a decoder repeats a few.
-_CHECKED: weakref.WeakKeyDictionary[ProcessGroup, set[tuple[Any, ...]]] = (
-    weakref.WeakKeyDictionary()
-)
+# NOTE [program order]
+_TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.nondeterministic_seeded)
 _LIBRARY = torch.library.Library("dcp_inductor", "DEF")
 
 
@@ -86,6 +89,14 @@ def a2a_lse_reduce(
     return torch.ops.dcp_inductor.a2a_lse_reduce(*args)
 
 
+def rank_in_group(group_name: str) -> int | None:
+    """This process's rank in a group, or None where it knows no group of that name."""
+    try:
+        return resolve_group(group_name).rank()
+    except UnknownGroup:
+        return None
+
+
 def _run(
     partial_o: Tensor,
     partial_lse: Tensor,
@@ -97,7 +108,7 @@ def _run(
     site: int = 0,
 ) -> tuple[Tensor, Tensor]:
     group = resolve_group(group_name)
-    checked = _CHECKED.setdefault(group, set())
+    known = workspace.known_of(group_name, group)
     signature = (
         partial_o.shape,
         partial_o.dtype,
@@ -108,12 +119,13 @@ def _run(
         cp_size,
         lse_mode,
     )
-    if signature not in checked:
+    if signature not in known.accepted:
         _check(partial_o, partial_lse, group, group_name, cp_size, lse_mode)
-        checked.add(signature)
+        known.accepted.add(signature)
     if partial_lse.dim() == 3:
         partial_lse = partial_lse.squeeze(-1)
     if cp_size == 1 or partial_o.shape[0] == 0:
+        rollcall.count(group)
         return _without_peers(partial_o, partial_lse, cp_size, lse_mode)
     return workspace.run(
         ExchangeCall(
@@ -125,7 +137,8 @@ def _run(
             with_lse,
             lane,
             site,
-        )
+        ),
+        known,
     )
 
 
@@ -170,7 +183,7 @@ def _check_device(partial_o: Tensor, group: ProcessGroup, group_name: str) -> No
         )
 
 
-def _reduce(
+def reduce(
     partial_o: Tensor,
     partial_lse: Tensor,
     group_name: str,
@@ -179,11 +192,12 @@ def _reduce(
     lane: int = 0,
     site: int = 0,
 ) -> Tensor:
+    """What the ops without LSE run, on checked or unchecked input alike."""
     args = (partial_o, partial_lse, group_name, cp_size, lse_mode)
     return _run(*args, False, lane, site)[0]
 
 
-def _reduce_with_lse(
+def reduce_with_lse(
     partial_o: Tensor,
     partial_lse: Tensor,
     group_name: str,
@@ -192,6 +206,7 @@ def _reduce_with_lse(
     lane: int = 0,
     site: int = 0,
 ) -> tuple[Tensor, Tensor]:
+    """What the ops with LSE run."""
     args = (partial_o, partial_lse, group_name, cp_size, lse_mode)
     return _run(*args, True, lane, site)
 
@@ -229,22 +244,34 @@ def _listed(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any
     return lambda *args: [*function(*args)]
 
 
+def list_with_lse(*args: Any) -> list[Tensor]:
+    """reduce_with_lse as a list: NOTE [one functional op]."""
+    return [*reduce_with_lse(*args)]
+
+
 # name: further arguments, result, implementation, fake
 _OPS: dict[str, tuple[str, str, Callable[..., Any], Callable[..., Any]]] = {
-    "a2a_lse_reduce": ("", "Tensor", _reduce, _fake),
+    "a2a_lse_reduce": ("", "Tensor", reduce, _fake),
     "a2a_lse_reduce_with_lse": (
         "",
         "(Tensor, Tensor)",
-        _reduce_with_lse,
+        reduce_with_lse,
         _fake_with_lse,
     ),
-    "a2a_lse_reduce_lane": (", int lane, int site", "Tensor", _reduce, _fake),
+    "a2a_lse_reduce_lane": (", int lane, int site", "Tensor", reduce, _fake),
     "a2a_lse_reduce_with_lse_lane": (
         ", int lane, int site",
         "Tensor[]",
-        _listed(_reduce_with_lse),
+        list_with_lse,
         _listed(_fake_with_lse),
     ),
+}
+
+
+# What Inductor's generated Python calls in place of an op.
+DIRECT: dict[str, Callable[..., Any]] = {
+    "dcp_inductor.a2a_lse_reduce_lane.default": reduce,
+    "dcp_inductor.a2a_lse_reduce_with_lse_lane.default": list_with_lse,
 }
 
 
@@ -252,7 +279,7 @@ def _register() -> None:
     for name, (further, result, implementation, fake) in _OPS.items():
         _LIBRARY.define(
             f"{name}({_ARGS}{further}) -> {result}",
-            tags=(torch.Tag.needs_fixed_stride_order,),
+            tags=_TAGS,
         )
         _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"dcp_inductor::{name}", fake, lib=_LIBRARY)

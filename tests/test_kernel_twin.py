@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dcp_inductor.errors import BackendUnavailable
 from dcp_inductor.merge import LSE_MODES, LseMode, a2a_lse_reduce_reference
 from dcp_inductor.runtime.kernels import (
     HEADER_BYTES,
@@ -207,9 +208,10 @@ def test_every_shape_has_one_owner_for_every_element(
         assert declines(dtype, head_dim, cp_size) is None
         shape = KernelShape(cp_size, head_dim, dtype)
         assert shape.vectors * shape.vector_bytes == head_dim * dtype.itemsize
-        assert shape.block >= max(shape.vectors, 32 * shape.num_warps)
-        assert shape.cp_pad >= cp_size
-        for padded in (shape.block, shape.cp_pad, shape.num_warps):
+        assert shape.block == 32 * shape.num_warps >= shape.vectors
+        assert shape.others_pad % shape.awaited == 0
+        assert shape.others_pad >= cp_size - 1
+        for padded in (shape.block, shape.others_pad, shape.num_warps):
             assert padded & (padded - 1) == 0
 
 
@@ -230,7 +232,7 @@ def compiled(shape: KernelShape) -> Any:
     from dcp_inductor.runtime.kernels.exchange import _constants
     from dcp_inductor.runtime.kernels.protocol import exchange_kernel
 
-    constants = _constants(shape)
+    constants = _constants(shape, dependent=True)
     first = len(exchange_kernel.params) - len(constants)
     source = ASTSource(
         fn=exchange_kernel,
@@ -240,7 +242,7 @@ def compiled(shape: KernelShape) -> Any:
         },
         constexprs={(first + i,): value for i, value in enumerate(constants)},
     )
-    options = {"num_warps": shape.num_warps}
+    options = {"num_warps": shape.num_warps, "launch_pdl": True}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -256,6 +258,8 @@ def compiled(shape: KernelShape) -> Any:
 def test_compiles_to_whole_vectors_with_one_owner(
     cp_size: int, head_dim: int, dtype: torch.dtype, vector: str
 ) -> None:
+    from dcp_inductor.runtime.kernels.exchange import _check_copies
+
     shape = KernelShape(cp_size, head_dim, dtype)
     kernel = compiled(shape)
     for access in (
@@ -263,12 +267,41 @@ def test_compiles_to_whole_vectors_with_one_owner(
         f"st.relaxed.sys.global.{vector}",
     ):
         assert access in kernel.asm["ptx"]
+    _check_copies(kernel.asm["ptx"], shape)
     # NOTE [one owner]: a warp's lanes lie along a row, sources in registers.
     layout = "sizePerThread = [1, 1], threadsPerWarp = [1, 32], "
     layout += f"warpsPerCTA = [1, {shape.num_warps}]"
     tiles = [line for line in kernel.asm["ttgir"].splitlines() if "[1, 32]" in line]
     assert tiles
     assert all(layout in line for line in tiles)
+
+
+@pytest.mark.parametrize("copied", ["bar.red", "st.relaxed.sys"])
+def test_a_copied_access_is_refused(copied: str) -> None:
+    from dcp_inductor.runtime.kernels.exchange import _check_copies
+
+    shape = KernelShape(2, 512, torch.bfloat16)
+    text = "bar.red.or.pred p, 0, p;" + "st.relaxed.sys.global.b32 [a], b;" * 7
+    _check_copies(text, shape)
+    with pytest.raises(BackendUnavailable, match="copied an access"):
+        _check_copies(text + copied, shape)
+
+
+def test_no_argument_is_promised_to_be_a_multiple_of_16() -> None:
+    """The launch that loads the variant passes zeros; NOTE [one variant]."""
+    from dcp_inductor.runtime.kernels.protocol import exchange_kernel
+
+    params = [param for param in exchange_kernel.params if not param.is_constexpr]
+    assert params
+    assert all(param.do_not_specialize for param in params)
+
+
+def test_rows_that_are_pushed_and_awaited_are_carried_apart() -> None:
+    """Triton loses a name that enters a loop as another's value."""
+    text = compiled(KernelShape(2, 512, torch.bfloat16)).asm["ttgir"]
+    loops = [line for line in text.splitlines() if "scf.while" in line]
+    outer = next(line for line in loops if "%token" in line)
+    assert all(name in outer for name in ("%head", "%sent_token", "%sent_head"))
 
 
 # The twin

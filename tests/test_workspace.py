@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import types
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +22,12 @@ from dcp_inductor.errors import (
     RanksDisagree,
     StreamConflict,
 )
-from dcp_inductor.runtime import agreement, backends, workspace
+from dcp_inductor.runtime import agreement, backends, selection, workspace
 from dcp_inductor.runtime.backends.collective import Collective
 from dcp_inductor.runtime.backends.symm_mem import SymmMem, blocked_by_places
 from dcp_inductor.runtime.call import ExchangeCall, Geometry
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 GEOMETRY = Geometry(2, 16, 4, 8, torch.float32, lanes=2, capture_domains=2)
 
@@ -204,13 +208,13 @@ def differs(rank, num_ranks, what):
         workspace.Config = types.SimpleNamespace(from_env=lambda: other)
         reserve = {}
     elif what == "library":
-        workspace.library_identity = lambda: f"sources {rank}"
+        selection.library_identity = lambda: f"sources {rank}"
         reserve = {}
     else:
         reserve = {}
     if what == "memory":
-        workspace.blocked_by_places = lambda places: None
-        workspace.backends = types.SimpleNamespace(BACKENDS=(Failing(rank),))
+        selection.blocked_by_places = lambda places: None
+        selection.backends = types.SimpleNamespace(BACKENDS=(Failing(rank),))
     try:
         exchange(**reserve)
         text = ""
@@ -294,3 +298,57 @@ def test_the_table_ends_with_a_backend_that_always_runs():
     assert last.unavailable(None, torch.device("cpu")) is None
     assert last.declines(GEOMETRY) is None
     assert agreement.first_objection([{"x": ""}], "x", lambda r, w: w) is None
+
+
+def test_a_kernel_that_does_not_build_is_no_more_than_unavailable() -> None:
+    from dcp_inductor.runtime.backends.symm_mem import building
+
+    message = "the exchange kernel doesn't build: ImportError: no gdc_wait"
+    with pytest.raises(BackendUnavailable, match=message), building():
+        raise ImportError("no gdc_wait")
+    with pytest.raises(BackendUnavailable, match=r"^copied$"), building():
+        raise BackendUnavailable("copied")
+
+
+def test_a_prepared_launch_serves_only_its_own_calls() -> None:
+    """The key of launches tells apart whatever a launch keeps."""
+    from dcp_inductor.runtime.backends.symm_mem import launch_key
+    from dcp_inductor.runtime.call import ExchangeCall
+
+    wide = torch.zeros(4, 2, 48, dtype=torch.bfloat16)
+    lse = torch.zeros(4, 2)
+    base = {
+        "partial_o": wide[..., :16],
+        "partial_lse": lse,
+        "group": None,
+        "group_name": "0",
+        "lse_mode": "base2",
+        "with_lse": False,
+    }
+
+    def key(slot: int = 0, **changed: Any) -> Any:
+        return launch_key(ExchangeCall(**(base | changed)), slot)
+
+    others = [
+        key(slot=1),
+        key(site=1),
+        key(lse_mode="basee"),
+        key(with_lse=True),
+        key(partial_o=wide[:3, :, :16], partial_lse=lse[:3]),
+        key(partial_o=wide[..., 1:17]),
+        key(partial_o=wide[..., :16].contiguous()),
+        key(partial_lse=torch.zeros(2, 4).t()),
+    ]
+    assert key() == key(partial_o=wide[..., 16:32])
+    assert len({key(), *others}) == len(others) + 1
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+def test_a_stride_that_no_axis_uses_is_not_passed_on() -> None:
+    from dcp_inductor.runtime.kernels.exchange import _WORD_LIMIT, _dense, _reachable
+
+    one = torch.zeros(64).as_strided((1, 4, 16), (1 << 30, 16, 1))
+    assert not _reachable(one, 16)
+    assert _reachable(one[:, :, 1:].clone(), 4)
+    assert not _reachable(one[:, :, 1:], 16)
+    assert max(_dense(one).stride()) * 4 < _WORD_LIMIT

@@ -120,14 +120,14 @@ def stop_before_clearing(seconds: float) -> None:
     """Make this process a rank that reads early and clears late."""
     from dcp_inductor.runtime.kernels import protocol
 
-    poll = protocol._await
+    await_messages = protocol.await_messages
 
-    def poll_then_sleep(*args: Any) -> Any:
-        seen = poll(*args)
+    def await_then_sleep(*args: Any) -> Any:
+        seen = await_messages(*args)
         time.sleep(seconds)
         return seen
 
-    protocol._await = poll_then_sleep
+    protocol.await_messages = await_then_sleep
 
 
 class Twin:
@@ -150,7 +150,7 @@ class Twin:
             self.lses.append(shared(rows, torch.float32).fill_(-123.0))
 
     def run_rank(self, rank: int, start: Barrier) -> None:
-        from dcp_inductor.runtime.kernels.exchange import launch
+        from dcp_inductor.runtime.kernels.exchange import Launch
 
         if rank in self.job.slow:
             stop_before_clearing(0.2)
@@ -159,11 +159,9 @@ class Twin:
         for index, call in enumerate(self.job.calls):
             time.sleep(wait.random() * self.job.skew_s)
             tokens = self.job.widths[rank] if self.job.widths else None
-            launch(
-                call.partial_o[rank][:tokens],
-                call.partial_lse[rank][:tokens],
-                self.outs[index][rank][:tokens],
-                self.lses[index][rank][:tokens] if call.return_lse else None,
+            partials = call.partial_o[rank][:tokens], call.partial_lse[rank][:tokens]
+            launch = Launch(
+                *partials,
                 peers=self.peers,
                 epochs=self.epochs[rank],
                 status=self.status[rank],
@@ -173,6 +171,11 @@ class Twin:
                 tag=call.tags[rank % len(call.tags)],
                 spin_limit_ns=self.job.spin_limit,
                 max_programs=call.max_programs,
+            )
+            launch(
+                *partials,
+                self.outs[index][rank][:tokens],
+                self.lses[index][rank][:tokens] if call.return_lse else None,
             )
 
     def result(self, late: list[int], wall_s: float) -> Result:

@@ -17,6 +17,11 @@ Ranks that meet at different calls of one geometry must notice. Each op carries 
 place among the ops of its graph, which the kernel sends along. Graphs themselves
 aren't hashed in: they may hold a rank's constants elsewhere.
 
+NOTE [direct call]
+What the generated Python calls is the function behind the op, not the op: the
+dispatcher's way into a Python implementation costs more than all that the function
+does. A C++ wrapper calls the op.
+
 NOTE [strides]
 A node that a pass inserts has no stride constraint of its own: Inductor may hand it any
 layout. The inputs are held to the strides that they have in the graph, so a permuted
@@ -39,7 +44,7 @@ from torch._inductor.lowering import (
 )
 from torch._inductor.virtualized import V
 
-import dcp_inductor.op  # noqa: F401  (registers the ops)
+import dcp_inductor.op
 
 _LANE_OF = {
     "a2a_lse_reduce": "a2a_lse_reduce_lane",
@@ -57,11 +62,22 @@ def register() -> None:
         register_lowering(op, type_promotion_kind=None)(_lower(kernel))
 
 
+class _Exchange(ir._CollectiveKernel):
+    """NOTE [order] and NOTE [direct call]."""
+
+    def codegen(self, wrapper: Any) -> None:
+        if not V.graph.cpp_wrapper:
+            wrapper.add_import_once(f"import {dcp_inductor.op.__name__}")
+            function = dcp_inductor.op.DIRECT[str(self.op_overload)]
+            self.python_kernel_name = f"{function.__module__}.{function.__name__}"
+        super().codegen(wrapper)
+
+
 def _lower(kernel: torch._ops.OpOverload) -> Callable[..., Any]:
     def lowered(
         partial_o: Any, partial_lse: Any, group_name: str, cp_size: int, lse_mode: str
     ) -> Any:
-        outputs = ir._CollectiveKernel.create_out_of_place(
+        outputs = _Exchange.create_out_of_place(
             kernel,
             partial_o,
             partial_lse,

@@ -48,7 +48,10 @@ def agree(
     def key(round_number: int, rank: int) -> str:
         return f"{base}/{round_number}/{rank}"
 
-    store.set(key(number, group.rank()), json.dumps({"topic": topic, **mine}))
+    try:
+        store.set(key(number, group.rank()), json.dumps({"topic": topic, **mine}))
+    except (dist.DistError, RuntimeError) as error:
+        raise RanksDisagree(_no_store(group, topic, error)) from error
     deadline = time.monotonic() + timeout_s
     statements, missing = [], []
     for rank in range(group.size()):
@@ -90,6 +93,14 @@ def first_objection(
         if statement[name]:
             return describe(rank, statement[name])
     return None
+
+
+def _no_store(group: ProcessGroup, topic: str, error: Exception) -> str:
+    return (
+        f"Rank {group.rank()} of group {group.group_name!r} can't reach the group's "
+        f"store at {topic}: {error}. The process that keeps it, usually rank 0, has "
+        "ended; look at its log and start all ranks again."
+    )
 
 
 def _missing(

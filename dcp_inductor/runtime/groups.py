@@ -37,11 +37,11 @@ def group_name_of(group: ProcessGroup | str | None) -> str:
 
 def resolve_group(group_name: str) -> ProcessGroup:
     """The process group called ``group_name``. Raises UnknownGroup."""
-    _check_initialised(f"group {group_name!r}")
     torch_name = _ALIASES.get(group_name, group_name)
     try:
         return dist.distributed_c10d._resolve_process_group(torch_name)  # type: ignore[arg-type]
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+    except (AttributeError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        _check_initialised(f"group {group_name!r}")
         known = sorted({*_ALIASES, *_torch_group_names()})
         raise UnknownGroup(
             f"No process group of this process is called {group_name!r}; it has "

@@ -1,6 +1,6 @@
 """Reservations, lanes and slots: which memory a call runs on. The only mutable state.
 
-What a slot holds is its backend's; what ranks say to each other is agreement.py's.
+What a slot holds is its backend's; which backend that is, selection.py's.
 
 NOTE [slots]
 A call arrives with a group, a geometry (H, D, dtype, device) and a lane. Each lane of
@@ -16,8 +16,7 @@ memory must anyway; nothing runs here at a replay that could check it.
 
 NOTE [reserve]
 Slots are made by reserve(), on all ranks at once, never inside a capture. Its steps
-are votes: nobody goes on to a step that can hang before all ranks have said that the
-step before it worked for them, so an error on one rank is an error on all.
+are votes: an error on one rank is an error on all (selection.py).
 
 NOTE [life]
 A reservation lives as long as its process group; a group made again under the same
@@ -29,9 +28,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,22 +37,18 @@ from torch.distributed import ProcessGroup
 
 from dcp_inductor.config import Config
 from dcp_inductor.errors import (
-    BackendUnavailable,
     BadInput,
     NotReserved,
     PeerTimeout,
-    RanksDisagree,
     StreamConflict,
 )
 from dcp_inductor.logs import runtime as log
 from dcp_inductor.merge import PARTIAL_DTYPES
-from dcp_inductor.runtime import backends
-from dcp_inductor.runtime.agreement import agree, first_objection, require_equal
 from dcp_inductor.runtime.backends import Backend, Buffers
-from dcp_inductor.runtime.backends.symm_mem import blocked_by_places, place
 from dcp_inductor.runtime.call import ExchangeCall, Geometry
 from dcp_inductor.runtime.groups import group_name_of, resolve_group
-from dcp_inductor.version import library_identity
+from dcp_inductor.runtime.rollcall import call_roll
+from dcp_inductor.runtime.selection import choose
 
 # Tokens of a reservation that a first call makes: room for most decode batches, and
 # few MiB. A wider batch runs in pieces, or reserves wider itself.
@@ -63,7 +57,6 @@ _FIRST_CALL_MOST_TOKENS = 512
 
 Merged = tuple[Tensor, Tensor]
 Kind = tuple[int, int, torch.dtype, torch.device]
-T = TypeVar("T")
 
 
 @dataclass
@@ -87,6 +80,7 @@ class Reservation:
     backend: Backend
     device: torch.device
     buffers: Buffers | None
+    timeout_s: float = Config.timeout_s
     eager: list[Slot] = field(default_factory=list)
     # Of each lane: the capture streams that own its domains, in order.
     owners: list[list[int]] = field(default_factory=list)
@@ -103,6 +97,8 @@ class Reservation:
     def run(self, call: ExchangeCall) -> Merged:
         """Run a call of any width, in equal pieces where it exceeds max_tokens."""
         if self.buffers is None:
+            if self.device.type == "cpu":
+                call_roll(call, self.timeout_s)
             return self.backend.run_direct(call)
         slot = self._slot(call)
         if self.buffers.spoilt(slot):
@@ -164,24 +160,28 @@ class _Groups:
     """Reservations by group name, dropped when the group object is gone."""
 
     def __init__(self) -> None:
-        self._of: dict[str, tuple[weakref.ref[ProcessGroup], _OfGroup]] = {}
+        self._of: dict[str, tuple[weakref.ref[ProcessGroup], OfGroup]] = {}
 
-    def find(self, name: str, group: ProcessGroup) -> _OfGroup:
+    def find(self, name: str, group: ProcessGroup) -> OfGroup:
         known = self._of.get(name)
         if known is not None and known[0]() is group:
             return known[1]
-        fresh = _OfGroup()
+        fresh = OfGroup()
         self._of[name] = (weakref.ref(group), fresh)
         return fresh
 
-    def living(self) -> list[tuple[str, _OfGroup]]:
+    def living(self) -> list[tuple[str, OfGroup]]:
         return [(n, of) for n, (ref, of) in self._of.items() if ref() is not None]
 
 
 @dataclass
-class _OfGroup:
-    """One group's reservations: newest last, by kind; retired ones stay in the list."""
+class OfGroup:
+    """One group's reservations: newest last, by kind; retired ones stay in the list.
 
+    accepted: signatures of calls that passed every check; a decoder repeats a few.
+    """
+
+    accepted: set[tuple[Any, ...]] = field(default_factory=set)
     of_kind: dict[Kind, list[Reservation]] = field(default_factory=dict)
 
     def newest(self, kind: Kind) -> Reservation | None:
@@ -192,10 +192,15 @@ class _OfGroup:
 _GROUPS = _Groups()
 
 
-def run(call: ExchangeCall) -> Merged:
+def known_of(name: str, group: ProcessGroup) -> OfGroup:
+    """What is known of a group so far; goes with it."""
+    return _GROUPS.find(name, group)
+
+
+def run(call: ExchangeCall, known: OfGroup) -> Merged:
     """Run a checked call on the reservation of its group, made now if there is none."""
     kind = _kind(call)
-    reservation = _GROUPS.find(call.group_name, call.group).newest(kind)
+    reservation = known.newest(kind)
     if reservation is None or call.lane >= reservation.geometry.lanes:
         reservation = _reserve_for(call, reservation)
     return reservation.run(call)
@@ -268,7 +273,7 @@ def reserve(
         capture_domains,
     )
     _check_geometry(geometry)
-    where = _default_device(process_group) if device is None else torch.device(device)
+    where = _device(process_group, device)
     if where.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise NotReserved(
             "reserve() was called inside a CUDA graph capture; memory made there would "
@@ -303,17 +308,10 @@ def _reserve(
     name: str, group: ProcessGroup, geometry: Geometry, device: torch.device
 ) -> Reservation:
     config = Config.from_env()
-    backend = _agree_on_backend(group, geometry, device, config)
-    buffers = None
-    if backend.needs_buffers:
-        buffers = _vote(
-            group,
-            f"reserve() of {backend.name} workspaces",
-            lambda: backend.allocate(group, geometry, device),
-            config,
-        )
-        _vote(group, f"connecting {backend.name} workspaces", buffers.connect, config)
-    reservation = Reservation(name, group.rank(), geometry, backend, device, buffers)
+    backend, buffers = choose(group, geometry, device, config)
+    reservation = Reservation(
+        name, group.rank(), geometry, backend, device, buffers, config.timeout_s
+    )
     kind = (geometry.num_heads, geometry.head_dim, geometry.dtype, device)
     _GROUPS.find(name, group).of_kind.setdefault(kind, []).append(reservation)
     log.info(
@@ -329,70 +327,6 @@ def _reserve(
     return reservation
 
 
-def _agree_on_backend(
-    group: ProcessGroup, geometry: Geometry, device: torch.device, config: Config
-) -> Backend:
-    """The first backend of the table that every rank can run."""
-    mine: dict[str, Any] = {
-        "library": library_identity(),
-        "torch": str(torch.__version__),
-        "config": repr(config),
-        "geometry": repr(geometry),
-        "device type": device.type,
-        "place": place(device),
-    }
-    for backend in backends.BACKENDS:
-        mine[backend.name] = (
-            backend.unavailable(group, device) or backend.declines(geometry) or ""
-        )
-    stated = agree(group, "the first exchange or reserve()", mine, config.timeout_s)
-    require_equal(
-        group, stated, ["library", "torch", "config", "geometry", "device type"]
-    )
-    blockers: list[str] = []
-    for backend in backends.BACKENDS:
-        wanted = config.backend in ("auto", backend.name)
-        reason = _blocked(backend, stated)
-        if wanted and reason is None:
-            if blockers:
-                log.info("backends passed over: %s", "; ".join(blockers))
-            return backend
-        blockers.append(f"{backend.name}: {reason or 'not asked for'}")
-    raise BackendUnavailable(
-        f"Config(backend={config.backend!r}) was asked for on group "
-        f"{group.group_name!r}, but it can't run there: {'; '.join(blockers)}. Use "
-        "backend='auto', or remove the blocker."
-    )
-
-
-def _blocked(backend: Backend, stated: list[dict[str, Any]]) -> str | None:
-    reason = first_objection(
-        stated, backend.name, lambda rank, why: f"{why} (rank {rank})"
-    )
-    if reason is None and backend.needs_buffers:
-        reason = blocked_by_places([statement["place"] for statement in stated])
-    return reason
-
-
-def _vote(group: ProcessGroup, step: str, action: Callable[[], T], config: Config) -> T:
-    """Do a step on all ranks; raise on all of them, alike, if it failed on one."""
-    error: BaseException | None = None
-    result: Any = None
-    try:
-        result = action()
-    except Exception as caught:
-        error = caught
-    text = "" if error is None else f"{type(error).__name__}: {error}"
-    stated = agree(group, step, {"error": text}, config.timeout_s)
-    failed = first_objection(stated, "error", lambda rank, why: f"rank {rank}: {why}")
-    if failed is not None:
-        raise RanksDisagree(
-            f"{step} failed on {failed}. No rank uses it; free memory on that rank, "
-            "reserve fewer tokens, or set Config(backend='collective')."
-        ) from error
-    return result
-
-
 def _pieces(num_tokens: int, max_tokens: int) -> list[tuple[int, int]]:
     """(start, length) of the fewest pieces of at most max_tokens, as equal as can be;
     the same on every rank."""
@@ -401,11 +335,15 @@ def _pieces(num_tokens: int, max_tokens: int) -> list[tuple[int, int]]:
     return [(start, end - start) for start, end in itertools.pairwise(ends)]
 
 
-def _default_device(group: ProcessGroup) -> torch.device:
-    on_cuda = any(device.type == "cuda" for device in group._device_types)
-    if on_cuda and torch.cuda.is_available():
+def _device(group: ProcessGroup, asked: torch.device | str | None) -> torch.device:
+    """A device with its number, as tensors have it."""
+    if asked is None:
+        on_cuda = any(device.type == "cuda" for device in group._device_types)
+        asked = "cuda" if on_cuda and torch.cuda.is_available() else "cpu"
+    device = torch.device(asked)
+    if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return device
 
 
 def _check_geometry(geometry: Geometry) -> None:

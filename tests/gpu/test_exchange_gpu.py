@@ -90,6 +90,67 @@ def test_special_values_and_strides(ranks):
         check(out, o, lse, rank, "basee")
 
 
+def test_calls_that_differ_in_one_thing_follow_one_another(ranks):
+    """Each would be wrong on the launch that was prepared for the one before."""
+    rank, n = ranks
+    o, lse = partials(n, 3, 2 * n, 64)
+    wide = torch.zeros(3, 2 * n, 80, device="cuda", dtype=o.dtype)
+    far = torch.zeros(1 << 20, device="cuda", dtype=o.dtype)
+    one = far.as_strided((1, 2 * n, 64), (1 << 31, 64, 1))
+    one.copy_(o[rank, :1])
+    for mode in ("base2", "basee"):
+        for start in (0, 1, 8):
+            wide[..., start : start + 64] = o[rank]
+            given = wide[..., start : start + 64]
+            out = dcp_inductor.a2a_lse_reduce(given, lse[rank], lse_mode=mode)
+            check(out, o, lse, rank, mode)
+        for tokens in (3, 2):
+            out, out_lse = dcp_inductor.a2a_lse_reduce(
+                o[rank, :tokens], lse[rank, :tokens], lse_mode=mode, return_lse=True
+            )
+            check(out, o[:, :tokens], lse[:, :tokens], rank, mode)
+            assert out_lse.shape == (tokens, 2)
+        out = dcp_inductor.a2a_lse_reduce(one, lse[rank, :1], lse_mode=mode)
+        check(out, o[:, :1], lse[:, :1], rank, mode)
+
+
+def test_an_eager_call_and_a_graph_at_once_in_opposite_order(ranks):
+    """Wider than fits twice: neither may keep the other's programs from their place."""
+    rank, n = ranks
+    h, d, b = 16 * n, 512, 320
+    dcp_inductor.reserve(max_tokens=b, num_heads=h, head_dim=d, dtype=torch.bfloat16)
+    o, lse = partials(n, b, h, d)
+    mine, my_lse = o[rank].clone(), lse[rank].clone()
+
+    def call():
+        return dcp_inductor.a2a_lse_reduce(mine, my_lse, lse_mode="base2")
+
+    call()
+    graph, captured = capture(lambda: [call() for _ in range(3)][-1])
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+
+    def eager():
+        with torch.cuda.stream(streams[0]):
+            return [call() for _ in range(3)][-1]
+
+    def replay():
+        with torch.cuda.stream(streams[1]):
+            graph.replay()
+
+    for step in range(40):
+        if (step + rank) % 2:
+            out = eager()
+            replay()
+        else:
+            replay()
+            out = eager()
+        torch.cuda.synchronize()
+        for result in (out, captured):
+            check(result, o, lse, rank)
+    dcp_inductor.check()
+
+
 def test_results_are_identical_from_run_to_run(ranks):
     rank, n = ranks
     o, lse = partials(n, 32, 16 * n, 512)
@@ -310,6 +371,16 @@ def test_two_groups_and_two_geometries_side_by_side(ranks):
             check(out, o, lse, rank)
 
 
+def test_a_write_behind_a_slot_shows(ranks):
+    _, n = ranks
+    buffers = dcp_inductor.reserve(
+        max_tokens=3, num_heads=n, head_dim=40, dtype=torch.float16
+    ).buffers
+    assert not buffers.trespassed()
+    buffers.buffer[buffers.slot_bytes - 1] = 0
+    assert buffers.trespassed()
+
+
 SOAK_CALLS = int(os.environ.get("DCP_SOAK_CALLS", "20000"))
 
 
@@ -320,8 +391,11 @@ def test_soak(ranks):
     end of a block, so that ranks run apart.
     """
     rank, n = ranks
-    h, d, widths = 16 * n, 128, (1, 2, 3, 5, 8, 16, 31)
-    dcp_inductor.reserve(max_tokens=32, num_heads=h, head_dim=d, dtype=torch.bfloat16)
+    # The widest has two rows a program, and half a row more.
+    h, d, widths = 16 * n, 128, (1, 2, 3, 5, 8, 16, 31, 160)
+    reservation = dcp_inductor.reserve(
+        max_tokens=160, num_heads=h, head_dim=d, dtype=torch.bfloat16
+    )
     choose = random.Random(11)
     skew = random.Random(100 + rank)
     graphs, pool = {}, []
@@ -356,5 +430,6 @@ def test_soak(ranks):
             assert wrong.item() == 0, (call, worst.item())
     assert wrong.item() == 0
     dcp_inductor.check()
+    assert not reservation.buffers.trespassed()
     if rank == 0:
         print(f"\nsoak: {SOAK_CALLS} calls, worst absolute error {worst.item():.3g}")

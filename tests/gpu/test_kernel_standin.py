@@ -109,15 +109,13 @@ class Card:
         max_programs: int | None = None,
     ) -> None:
         """One rank's call on bank rows from ``first``, on the current stream."""
-        from dcp_inductor.runtime.kernels.exchange import launch
+        from dcp_inductor.runtime.kernels.exchange import Launch
 
         out, out_lse = outputs
         rows = slice(first, first + out.shape[1])
-        launch(
-            self.partial_o[rank, rows],
-            self.partial_lse[rank, rows],
-            out[rank],
-            out_lse[rank],
+        partials = self.partial_o[rank, rows], self.partial_lse[rank, rows]
+        launch = Launch(
+            *partials,
             peers=self.peers,
             epochs=self.epochs[rank],
             status=self.status[rank],
@@ -128,6 +126,7 @@ class Card:
             spin_limit_ns=spin_limit_ns,
             max_programs=max_programs or self.max_programs,
         )
+        launch(*partials, out[rank], out_lse[rank])
 
     def on_every_rank(self, act: Callable[[int], None], seed: int = 0) -> None:
         """``act(rank)`` on each rank's stream, in an order of its own every time."""

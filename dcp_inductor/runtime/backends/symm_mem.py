@@ -7,11 +7,12 @@ never switched: others share it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import functools
 import importlib.util
 import socket
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,10 +20,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcp_inductor.config import Config
+from dcp_inductor.errors import BackendUnavailable
 from dcp_inductor.runtime import kernels
 from dcp_inductor.runtime.call import ExchangeCall, Geometry
 
 _SLOT_ALIGNMENT = 256
+# Behind each slot, of this value: whoever writes past a slot, ours or not, shows.
+_CANARY_BYTES, _CANARY = 256, 0xA5
+# Prepared launches of one reservation; a program whose shapes never repeat starts over.
+_MOST_PREPARED = 4096
+_NEEDS_CAPABILITY = (8, 0)
+_EPOCH_BYTES = 4
 
 
 class SymmMem:
@@ -31,13 +39,21 @@ class SymmMem:
     name = "symm_mem"
     needs_buffers = True
 
-    def unavailable(self, group: ProcessGroup, device: torch.device) -> str | None:
+    def unavailable(
+        self, group: ProcessGroup | None, device: torch.device
+    ) -> str | None:
         """Looks at this rank alone; whether ranks share a card is place()'s."""
         del group
         if device.type != "cuda":
             return f"the partials are on {device.type}, the kernel runs on CUDA"
         if importlib.util.find_spec("triton") is None:
             return "triton isn't installed"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _NEEDS_CAPABILITY:
+            have, need = (
+                ".".join(map(str, c)) for c in (capability, _NEEDS_CAPABILITY)
+            )
+            return f"the card has compute capability {have}, the kernel needs {need}"
         from torch.distributed import _symmetric_memory
 
         backend = _symmetric_memory.get_backend(device)
@@ -48,9 +64,22 @@ class SymmMem:
             )
         return None
 
+    def identity(self) -> str:
+        """Empty: all of it is in this library, whose sources are agreed on."""
+        return ""
+
+    def only_if_asked(self) -> str | None:
+        """None: it changes nothing for anybody else."""
+        return None
+
     def declines(self, geometry: Geometry) -> str | None:
         """What the kernel can't hold: see kernels.declines."""
         return kernels.declines(geometry.dtype, geometry.head_dim, geometry.cp_size)
+
+    def slot_bytes(self, geometry: Geometry) -> int:
+        """Symmetric memory of one slot, and its rows' epochs."""
+        slot = _slot_geometry(geometry)
+        return _slot_stride(slot) + slot.rows * _EPOCH_BYTES
 
     def allocate(
         self, group: ProcessGroup, geometry: Geometry, device: torch.device
@@ -103,6 +132,18 @@ def _no_peer_access(cards: list[str]) -> str | None:
     return None
 
 
+def _slot_geometry(geometry: Geometry) -> kernels.SlotGeometry:
+    return kernels.SlotGeometry(
+        geometry.cp_size, geometry.rows, geometry.head_dim, geometry.dtype
+    )
+
+
+def _slot_stride(slot: kernels.SlotGeometry) -> int:
+    """Bytes from one slot to the next in a reservation's buffer."""
+    slots = -(-slot.total_bytes // _SLOT_ALIGNMENT)
+    return slots * _SLOT_ALIGNMENT + _CANARY_BYTES
+
+
 class SymmMemBuffers:
     """All slots of one reservation in one symmetric allocation."""
 
@@ -116,11 +157,8 @@ class SymmMemBuffers:
         self.geometry = geometry
         self.heads = geometry.num_heads // geometry.cp_size
         self.device = device
-        self.slot_geometry = kernels.SlotGeometry(
-            geometry.cp_size, geometry.rows, geometry.head_dim, geometry.dtype
-        )
-        self.slot_bytes = -(-self.slot_geometry.total_bytes // _SLOT_ALIGNMENT)
-        self.slot_bytes *= _SLOT_ALIGNMENT
+        self.slot_geometry = _slot_geometry(geometry)
+        self.slot_bytes = _slot_stride(self.slot_geometry)
         num_slots = geometry.num_slots
         with torch.cuda.device(device):
             self.buffer = _symmetric_memory.empty(
@@ -135,7 +173,8 @@ class SymmMemBuffers:
             self.no_lse = torch.empty(0, dtype=torch.float32, device=device)
         # Of each slot: addresses of all ranks' buffers, epochs, status.
         self.slots: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.launch: Any = None
+        self.prepare: Any = None
+        self.launches: dict[tuple[Any, ...], Any] = {}
         self.max_programs = 0
         self.spin_limit_ns = int(Config.from_env().timeout_s * 1e9)
         self._codes = [
@@ -145,13 +184,14 @@ class SymmMemBuffers:
 
     @property
     def nbytes(self) -> int:
-        return self.buffer.numel() + self.epochs.numel() * 4
+        return self.buffer.numel() + self.epochs.numel() * _EPOCH_BYTES
 
     def connect(self) -> None:
-        """Rendezvous, empty the slots, load the kernel; ends with all ranks ready."""
-        from torch.distributed import _symmetric_memory
+        """Rendezvous, empty the slots, load the kernel; ends with all ranks ready.
 
-        from dcp_inductor.runtime.kernels import exchange
+        Raises BackendUnavailable if the kernel doesn't build for this card.
+        """
+        from torch.distributed import _symmetric_memory
 
         with torch.cuda.device(self.device):
             handle = _symmetric_memory.rendezvous(self.buffer, self.group_name)
@@ -161,15 +201,16 @@ class SymmMemBuffers:
             ]
             peers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
             self.slots = [*zip(peers, self.epochs, self.status, strict=True)]
-            self.launch = exchange.launch
-            for slot in range(self.geometry.num_slots):
-                start = slot * self.slot_bytes
-                kernels.initialise(
-                    self.buffer[start : start + self.slot_bytes], self.slot_geometry
-                )
-            exchange.warm_up(self.slot_geometry, self.device)
-            resident = exchange.resident_programs(self.slot_geometry, self.device)
-            self.max_programs = max(1, resident // self.geometry.lanes)
+            for slot in self.buffer.view(-1, self.slot_bytes):
+                kernels.initialise(slot, self.slot_geometry)
+                slot[-_CANARY_BYTES:] = _CANARY
+            with building():
+                from dcp_inductor.runtime.kernels import exchange
+
+                resident = exchange.resident_programs(self.slot_geometry, self.device)
+            self.prepare = exchange.Launch
+            # All slots may be in use at once: protocol.py, NOTE [one row ahead].
+            self.max_programs = max(1, resident // self.geometry.num_slots)
             torch.cuda.synchronize(self.device)
 
     def run(self, call: ExchangeCall, slot: int) -> tuple[Tensor, Tensor]:
@@ -177,29 +218,42 @@ class SymmMemBuffers:
         if torch._C._cuda_getDevice() != self.device.index:
             with torch.cuda.device(self.device):
                 return self.run(call, slot)
-        o = call.partial_o
+        o, partial_lse = call.partial_o, call.partial_lse
         out = o.new_empty((o.shape[0], self.heads, self.geometry.head_dim))
+        lse = None
         if call.with_lse:
-            lse = call.partial_lse.new_empty((o.shape[0], self.heads))
-        else:
-            lse = self.no_lse
+            lse = partial_lse.new_empty((o.shape[0], self.heads))
+        key = launch_key(call, slot)
+        launch = self.launches.get(key)
+        if launch is None:
+            launch = self.launches[key] = self._prepared(call, slot)
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        launch(o, partial_lse, out, lse, stream=stream)
+        return out, self.no_lse if lse is None else lse
+
+    def _prepared(self, call: ExchangeCall, slot: int) -> Any:
+        if len(self.launches) >= _MOST_PREPARED:
+            self.launches.clear()
         peers, epochs, status = self.slots[slot]
-        self.launch(
-            o,
+        shape = call.partial_o.shape
+        return self.prepare(
+            call.partial_o,
             call.partial_lse,
-            out,
-            lse if call.with_lse else None,
             peers=peers,
             epochs=epochs,
             status=status,
             geometry=self.slot_geometry,
             rank=self.rank,
             lse_mode=call.lse_mode,
-            tag=_tag(call.site, o.shape, call.with_lse, call.lse_mode),
+            tag=_tag(call.site, shape, call.with_lse, call.lse_mode),
             spin_limit_ns=self.spin_limit_ns,
             max_programs=self.max_programs,
         )
-        return out, lse
+
+    def trespassed(self) -> bool:
+        """Whether somebody has written behind a slot. Waits for the device."""
+        behind = self.buffer.view(-1, self.slot_bytes)[:, -_CANARY_BYTES:]
+        return bool((behind != _CANARY).any())
 
     def spoilt(self, slot: int) -> bool:
         """A plain read of pinned memory that the kernel writes."""
@@ -223,7 +277,33 @@ class SymmMemBuffers:
         )
 
 
-@functools.lru_cache(maxsize=4096)
+def launch_key(call: ExchangeCall, slot: int) -> tuple[Any, ...]:
+    """All that a prepared launch depends on. An fp32 address is a multiple of 4."""
+    return (
+        slot,
+        call.site,
+        call.lse_mode,
+        call.with_lse,
+        call.partial_o.shape,
+        call.partial_o.stride(),
+        call.partial_lse.stride(),
+        call.partial_o.data_ptr() % 16,
+    )
+
+
+@contextlib.contextmanager
+def building() -> Iterator[None]:
+    """What Triton or its import raises becomes BackendUnavailable: others may serve."""
+    try:
+        yield
+    except BackendUnavailable:
+        raise
+    except Exception as error:
+        raise BackendUnavailable(
+            f"the exchange kernel doesn't build: {type(error).__name__}: {error}"
+        ) from error
+
+
 def _tag(site: int, shape: torch.Size, with_lse: bool, lse_mode: str) -> int:
     """What matching calls have in common; a hash, 31 bits."""
     return zlib.crc32(repr((site, *shape, with_lse, lse_mode)).encode())

@@ -116,33 +116,22 @@ class KernelShape:
         return max(32, _power_of_two(self.vectors))
 
     @cached_property
-    def cp_pad(self) -> int:
-        return _power_of_two(self.cp_size)
+    def others_pad(self) -> int:
+        return _power_of_two(self.cp_size - 1)
 
     @cached_property
     def num_warps(self) -> int:
-        return num_warps(self.block, self.cp_size)
+        """One vector a thread: NOTE [one owner] in protocol.py. Two a thread were
+        slower at every batch (benchmarks/RESULTS.md)."""
+        return self.block // 32
 
+    @cached_property
+    def awaited(self) -> int:
+        """Messages that a thread awaits at once, all of them where registers allow it.
 
-# (largest cp_size, largest block, num_warps); the first row that fits is taken. Each
-# keeps block >= 32 * num_warps: NOTE [one owner] in protocol.py. Starting values:
-# one vector a thread; benchmarks/exchange.py measures them.
-_WARPS: tuple[tuple[int, int, int], ...] = (
-    (MAX_RANKS, 32, 1),
-    (MAX_RANKS, 64, 2),
-    (MAX_RANKS, 128, 4),
-    (MAX_RANKS, 256, 8),
-    (MAX_RANKS, MAX_VECTORS, 16),
-)
-
-
-def num_warps(block: int, cp_size: int) -> int:
-    """Warps of one program, from the table."""
-    return next(
-        warps
-        for max_ranks, max_block, warps in _WARPS
-        if cp_size <= max_ranks and block <= max_block
-    )
+        Each wait has its own clock: ``others_pad / awaited`` of them may add up.
+        """
+        return min(self.others_pad, 64 // max(4, self.num_warps))
 
 
 def _power_of_two(count: int) -> int:
@@ -165,7 +154,8 @@ class SlotGeometry:
     def __post_init__(self) -> None:
         reason = declines(self.dtype, self.head_dim, self.cp_size)
         assert reason is None, reason
-        assert 0 < self.rows < 1 << 31, self.rows
+        assert self.rows > 0, self.rows
+        assert self._messages < 1 << 31, (self.rows, "the kernel counts in 32 bits")
 
     @cached_property
     def shape(self) -> KernelShape:

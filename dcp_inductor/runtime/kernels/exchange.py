@@ -17,9 +17,11 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
+from dcp_inductor.errors import BackendUnavailable
 from dcp_inductor.merge import LseMode
 from dcp_inductor.runtime.kernels import (
     MAX_RANKS,
@@ -29,7 +31,7 @@ from dcp_inductor.runtime.kernels import (
     SlotGeometry,
 )
 from dcp_inductor.runtime.kernels.protocol import exchange_kernel
-from dcp_inductor.runtime.kernels.words import INTERPRETED
+from dcp_inductor.runtime.kernels.words import INTERPRETED, await_assembly
 
 _TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -38,111 +40,152 @@ _TRITON_DTYPES = {
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.float8_e5m2: tl.float8e5,
 }
+_WORD_LIMIT = 1 << 31
+# Compute capability of programmatic dependent launch: NOTE [early launch].
+_DEPENDENT_SINCE = (9, 0)
 # What an LSE is multiplied by to be in base 2.
 _TO_LOG2: dict[LseMode, float] = {"base2": 1.0, "basee": math.log2(math.e)}
 
 
-def launch(
-    partial_o: Tensor,
-    partial_lse: Tensor,
-    out: Tensor,
-    out_lse: Tensor | None,
-    *,
-    peers: Tensor,
-    epochs: Tensor,
-    status: Tensor,
-    geometry: SlotGeometry,
-    rank: int,
-    lse_mode: LseMode,
-    tag: int,
-    spin_limit_ns: int,
-    max_programs: int,
-) -> None:
-    """Launch one exchange on the current stream of the current device.
+class Launch:
+    """One call prepared: all that calls of one shape on one slot have in common.
 
-    partial_o: ``[B, H, D]``, any strides on B and H. partial_lse: ``[B, H]`` fp32, any
-    strides. out: ``[B, h, D]`` contiguous, 16-byte aligned. out_lse: ``[B, h]`` fp32
-    contiguous, or None. B is at least 1.
+    partial_o: ``[B, H, D]``, any strides. partial_lse: ``[B, H]`` fp32, any strides.
+    Both stand for all partials of their sizes, strides, device, and address modulo 16.
+    B is at least 1. What the kernel can't address as it is, each call copies: a row
+    starts at a whole vector and has unit stride, and byte strides have 32 bits. A copy
+    changes nothing on the wire, so each rank decides for itself.
     peers: int64 ``[N]`` on the device, the addresses of all ranks' initialised buffers.
     epochs: int32 ``[geometry.rows]`` on the device, zero at first.
     status: int32 ``[4]`` on the device or pinned, zero at first, for read_failure().
-    All these belong to one slot, as does ``rank``; one ordered stream uses a slot.
+    All these belong to one slot, as does ``rank``; one ordered stream uses a slot. Only
+    their addresses are kept: the caller keeps them alive.
     tag: what all ranks' matching calls have in common; its low 31 bits are compared.
     spin_limit_ns: how long a program polls before it gives up; polls under Triton's
-    interpreter. max_programs: NOTE [no residency]; see resident_programs().
+    interpreter. max_programs: NOTE [one row ahead]; see resident_programs().
 
     After a failure the rows concerned are NaN and ``status`` isn't zero. The slot is
     spoilt then: programs give up at their first check, the buffers hold unread or late
     messages, and epochs may differ between ranks. Don't launch on it again; it can only
     be made anew, by all ranks: initialise(), zero epochs and status, meet.
     """
-    tokens, all_heads, _ = partial_o.shape
-    heads = all_heads // geometry.cp_size
-    rows = tokens * heads
-    shape = geometry.shape
-    assert 0 < rows <= geometry.rows, (tokens, all_heads, geometry)
-    assert partial_o.dtype == geometry.dtype, (partial_o.dtype, geometry)
-    assert out.is_contiguous(), out.stride()
-    partial_o = _aligned(partial_o, shape.vector_bytes)
-    o_token, o_head, _ = partial_o.stride()
-    lse_token, lse_head = partial_lse.stride()
-    itemsize = geometry.dtype.itemsize
-    kernel, constants = _loaded(shape, out.get_device())
-    kernel[(min(rows, max_programs), 1, 1)](
-        partial_o.data_ptr(),
-        partial_lse.data_ptr(),
-        out.data_ptr(),
-        0 if out_lse is None else out_lse.data_ptr(),
-        o_token * itemsize,
-        o_head * itemsize,
-        lse_token * 4,
-        lse_head * 4,
-        rows,
-        heads,
-        peers.data_ptr(),
-        epochs.data_ptr(),
-        status.data_ptr(),
-        geometry.rows,
-        geometry.lse_offset,
-        rank,
-        tag & TAG_MASK,
-        spin_limit_ns,
-        _TO_LOG2[lse_mode],
-        *constants,
-    )
+
+    def __init__(
+        self,
+        partial_o: Tensor,
+        partial_lse: Tensor,
+        *,
+        peers: Tensor,
+        epochs: Tensor,
+        status: Tensor,
+        geometry: SlotGeometry,
+        rank: int,
+        lse_mode: LseMode,
+        tag: int,
+        spin_limit_ns: int,
+        max_programs: int,
+    ) -> None:
+        tokens, all_heads, _ = partial_o.shape
+        heads = all_heads // geometry.cp_size
+        assert 0 < tokens * heads <= geometry.rows, (tokens, all_heads, geometry)
+        assert partial_o.dtype == geometry.dtype, (partial_o.dtype, geometry)
+        shape = geometry.shape
+        self.copies_o = not _reachable(partial_o, shape.vector_bytes)
+        if self.copies_o:
+            partial_o = _dense(partial_o)
+        self.copies_lse = not _reachable(partial_lse[..., None], partial_lse.itemsize)
+        if self.copies_lse:
+            partial_lse = _dense(partial_lse)
+        o_token, o_head, _ = partial_o.stride()
+        lse_token, lse_head = partial_lse.stride()
+        kernel, constants = _loaded(shape, partial_o.get_device())
+        columns = min(heads, max_programs)
+        self.run = kernel[(columns, min(tokens, max_programs // columns), 1)]
+        self.rest = (
+            o_token * partial_o.itemsize,
+            o_head * partial_o.itemsize,
+            lse_token * partial_lse.itemsize,
+            lse_head * partial_lse.itemsize,
+            tokens,
+            heads,
+            peers.data_ptr(),
+            epochs.data_ptr(),
+            status.data_ptr(),
+            geometry.rows,
+            geometry.lse_offset,
+            rank,
+            tag & TAG_MASK,
+            spin_limit_ns,
+            _TO_LOG2[lse_mode],
+            *constants,
+        )
+
+    def __call__(
+        self,
+        partial_o: Tensor,
+        partial_lse: Tensor,
+        out: Tensor,
+        out_lse: Tensor | None,
+        **stream: int,
+    ) -> None:
+        """Launch on the current device, on its current stream or the raw ``stream``.
+
+        out: ``[B, H/N, D]`` contiguous, 16-byte aligned. out_lse: ``[B, H/N]`` fp32
+        contiguous, or None.
+        """
+        if self.copies_o:
+            partial_o = _dense(partial_o)
+        if self.copies_lse:
+            partial_lse = _dense(partial_lse)
+        self.run(
+            partial_o.data_ptr(),
+            partial_lse.data_ptr(),
+            out.data_ptr(),
+            0 if out_lse is None else out_lse.data_ptr(),
+            *self.rest,
+            **stream,
+        )
 
 
-def _aligned(partial_o: Tensor, vector_bytes: int) -> Tensor:
-    """partial_o itself, or a dense copy where a row doesn't start at a whole vector.
-
-    The copy changes nothing on the wire, so each rank decides for itself.
-    """
-    o_token, o_head, o_dim = partial_o.stride()
-    offsets = partial_o.data_ptr() | (o_token | o_head) * partial_o.itemsize
-    if offsets % vector_bytes or o_dim != 1:
-        return partial_o.clone(memory_format=torch.contiguous_format)
-    return partial_o
+def _dense(partials: Tensor) -> Tensor:
+    """A copy. ``contiguous`` would leave the stride of an axis of size 1 as it is."""
+    return partials.clone(memory_format=torch.contiguous_format)
 
 
-def _constants(shape: KernelShape) -> tuple[Any, ...]:
+def _reachable(rows: Tensor, vector_bytes: int) -> bool:
+    """Whether the kernel can address ``rows [B, H, D]`` as they are."""
+    token, head, element = rows.stride()
+    strides = token * rows.itemsize, head * rows.itemsize
+    starts = (*strides, rows.data_ptr())
+    aligned = all(start % vector_bytes == 0 for start in starts)
+    return element == 1 and aligned and max(strides) < _WORD_LIMIT
+
+
+def _constants(shape: KernelShape, dependent: bool) -> tuple[Any, ...]:
     """The constant arguments of the kernel, in its order."""
+    wide = shape.vector_bytes == 16
+    sentinel = PAYLOAD_SENTINEL[shape.dtype]
     return (
         shape.cp_size,
-        shape.cp_pad,
+        shape.others_pad,
         shape.vectors,
         shape.block,
         shape.vector_bytes,
         _TRITON_DTYPES[shape.dtype],
-        PAYLOAD_SENTINEL[shape.dtype],
+        sentinel,
+        *await_assembly(shape.awaited, wide, sentinel),
+        shape.awaited,
+        dependent,
     )
 
 
 @cache
 def _loaded(shape: KernelShape, device_index: int) -> tuple[Any, tuple[Any, ...]]:
     """The variant of ``shape``, loaded by a launch of no rows, and its constants."""
-    constants = _constants(shape)
     if INTERPRETED:
-        return exchange_kernel, constants
+        return exchange_kernel, _constants(shape, dependent=False)
+    dependent = torch.cuda.get_device_capability(device_index) >= _DEPENDENT_SINCE
+    constants = _constants(shape, dependent)
     with torch.cuda.device(device_index):
         nothing = torch.zeros(MAX_RANKS, dtype=torch.int64, device="cuda")
         kernel = exchange_kernel[(1, 1, 1)](
@@ -153,9 +196,29 @@ def _loaded(shape: KernelShape, device_index: int) -> tuple[Any, tuple[Any, ...]
             1.0,
             *constants,
             num_warps=shape.num_warps,
+            launch_pdl=dependent,
         )
         torch.cuda.synchronize()
+    _check_copies(kernel.asm["ptx"], shape)
     return kernel, constants
+
+
+def _check_copies(ptx: str, shape: KernelShape) -> None:
+    """Raise BackendUnavailable if the compiler copied an access: NOTE [read once].
+
+    A copied wait reads what a peer overwrites, a copied store writes over what a peer
+    has cleared. Stores: payload, header, their clearing and a fault's record for each
+    peer, the merged row and its LSE.
+    """
+    peers = shape.others_pad
+    expected = {"bar.red": peers // shape.awaited, "st.relaxed.sys": 5 * peers + 2}
+    found = {text: ptx.count(text) for text in expected}
+    if found != expected:
+        raise BackendUnavailable(
+            f"Triton {triton.__version__} compiled the exchange kernel for {shape} "
+            f"with {found} instead of {expected}: it copied an access that must happen "
+            "once. Use another Triton, or Config(backend='collective')."
+        )
 
 
 def warm_up(geometry: SlotGeometry, device: torch.device) -> None:
@@ -170,8 +233,8 @@ def warm_up(geometry: SlotGeometry, device: torch.device) -> None:
 def resident_programs(geometry: SlotGeometry, device: torch.device) -> int:
     """How many programs fit on an idle ``device`` at once, loading the variant.
 
-    A lower bound from registers, threads and shared memory, at most 16 a
-    multiprocessor. Slots that may be in use at the same time must share it.
+    A lower bound from registers, which lie in four parts, threads and shared memory, at
+    most 16 a multiprocessor. Slots that may be in use at the same time must share it.
     """
     kernel, _ = _loaded(geometry.shape, _index(device))
     card = torch.cuda.get_device_properties(device)
@@ -180,7 +243,10 @@ def resident_programs(geometry: SlotGeometry, device: torch.device) -> int:
     fits = min(
         16,
         card.regs_per_multiprocessor  # type: ignore[attr-defined]
-        // (warp_registers * warps),
+        // 4
+        // warp_registers
+        * 4
+        // warps,
         card.max_threads_per_multi_processor // (32 * warps),
         card.shared_memory_per_multiprocessor // (kernel.metadata.shared + 2048),
     )
