@@ -15,6 +15,11 @@ Backend = Literal["auto", "symm_mem", "flashinfer", "collective"]
 OnMiss = Literal["log", "warn", "raise"]
 
 _OFF = frozenset({"0", "false", "off", "no"})
+_SWITCHES = {
+    "DCP_INDUCTOR": "enabled",
+    "DCP_INDUCTOR_AG_RS": "ag_rs",
+    "DCP_INDUCTOR_EAGER_DECODE": "eager_decode",
+}
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,19 @@ class Config:
     on_miss: what happens to an exchange that was found and not fused: "log" (one info
         line a graph), "warn" (a Python warning too) or "raise" (``FusionMissed``,
         ``DCP_INDUCTOR_ON_MISS``).
+    ag_rs: also fuse a merge that is spelled as all-gather of the LSEs, correction and
+        reduce-scatter (``DCP_INDUCTOR_AG_RS``). Off by default: that spelling sums in
+        the collective, so the fused result is rounded differently.
+    eager_decode: in a host that runs decode without compiling it, let the plugin call
+        the op directly (``DCP_INDUCTOR_EAGER_DECODE``); sglang's is the one known.
     """
 
     enabled: bool = True
     backend: Backend = "auto"
     timeout_s: float = 30.0
     on_miss: OnMiss = "log"
+    ag_rs: bool = False
+    eager_decode: bool = False
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, get_args(Backend))
@@ -49,8 +61,9 @@ class Config:
     def from_env(cls) -> Config:
         """The defaults, changed by the ``DCP_INDUCTOR*`` variables that are set."""
         found: dict[str, object] = {}
-        if (text := os.environ.get("DCP_INDUCTOR")) is not None:
-            found["enabled"] = text.strip().lower() not in _OFF
+        for variable, switch in _SWITCHES.items():
+            if (text := os.environ.get(variable)) is not None:
+                found[switch] = text.strip().lower() not in _OFF
         if text := os.environ.get("DCP_INDUCTOR_BACKEND"):
             found["backend"] = text.strip().lower()
         if text := os.environ.get("DCP_INDUCTOR_TIMEOUT_S"):

@@ -35,8 +35,9 @@ class Finding:
     """One exchange of one graph: fused, or refused with a reason.
 
     exchange: which collectives, readable. group: its name in the graph.
-    num_ranks: N. lse_mode, error, tolerance: of the proof, None where there was none;
-    both are relative, on ordinary LSEs; probes beyond them have their own tolerance.
+    num_ranks: N; 0 where a host's op names a group alone and nothing was proposed for
+    it. lse_mode, error, tolerance: of the proof, None where there was none; both are
+    relative, on ordinary LSEs; probes beyond them have their own tolerance.
     from_memo: the same region was proved before in this process.
     """
 
@@ -52,7 +53,8 @@ class Finding:
     from_memo: bool = False
 
     def __str__(self) -> str:
-        head = f"{self.exchange}, {self.num_ranks} ranks"
+        size = f", {self.num_ranks} ranks" if self.num_ranks else ""
+        head = f"{self.exchange}{size}"
         if not self.fused:
             return f"refused  {head}: {self.reason}"
         proof = f"{self.lse_mode}, error {self.error:.1e} of {self.tolerance:.1e}"

@@ -108,9 +108,9 @@ class _Recorded(Exception):
 class _Tap:
     """The fusion pass between two looks at the graph."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: Captured, config: Config | None = None) -> None:
         self.captured = captured
-        self.fusion = DcpFusionPass(Config(), self._listen)
+        self.fusion = DcpFusionPass(config or Config(), self._listen)
 
     def _listen(self, report: GraphReport) -> None:
         self.captured.report = report
@@ -127,13 +127,14 @@ def captured(
     args: Sequence[Any],
     edit: Callable[[Graph], None] | None = None,
     allow_scalars: bool = False,
+    config: Config | None = None,
 ) -> Captured:
     """Compile ``fn`` for ``args`` up to the post-grad passes.
 
-    edit: changes the graph before the pass sees it.
+    edit: changes the graph before the pass sees it. config: of the pass.
     """
     result = Captured(call=lambda *_: None)
-    tap = _Tap(result)
+    tap = _Tap(result, config)
 
     def graph_pass(graph: Graph) -> None:
         if edit is not None:
@@ -245,6 +246,12 @@ def _call(node: Node, calls: list[tuple[Any, Any]]) -> list[Any]:
     if node.target is c10d.all_reduce.default:
         assert calls[0][0][1] == "sum"
         return [torch.stack([args[0] for args, _ in calls]).sum(0) for _ in calls]
+    if node.target is c10d.all_gather_into_tensor.default:
+        return [torch.cat([args[0] for args, _ in calls]) for _ in calls]
+    if node.target is c10d.reduce_scatter_tensor.default:
+        assert calls[0][0][1] == "sum"
+        total = torch.stack([args[0] for args, _ in calls]).sum(0)
+        return [*total.chunk(len(calls))]
     if node.target is c10d.wait_tensor.default:
         return [args[0] for args, _ in calls]
     assert not _is_collective(node), f"lockstep can't run {node.target}"

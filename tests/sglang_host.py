@@ -11,15 +11,23 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import harness
 import pytest
 import torch
 import torch.utils._triton
 from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
+
+from dcp_inductor.integrations import sglang_flashinfer
 
 GROUP = "dcp:0"
 
@@ -67,14 +75,16 @@ def triton_target() -> Iterator[None]:
         yield
 
 
-def group_of(num_ranks: int) -> Any:
+def group_of(num_ranks: int, rank: int = 0) -> Any:
     """A GroupCoordinator as far as the traced functions look at it."""
     coordinator = sglang_module("srt.distributed.parallel_state").GroupCoordinator
     group = object.__new__(coordinator)
     group.world_size = num_ranks
-    group.rank_in_group = 0
+    group.rank_in_group = rank
     group.unique_name = GROUP
-    group.pynccl_comm = None
+    group.pynccl_comm = group.ca_comm = group.hpu_communicator = None
+    group.use_symmetric_memory = lambda *args, **kwargs: contextlib.nullcontext()
+    group.is_allocation_symmetric = lambda: False
     return group
 
 
@@ -85,15 +95,45 @@ def run_on_ranks(captured: Any, args: Sequence[Any], before: bool = False) -> li
         return captured.run(args, before=before)
 
 
+def captured_on_cuda(
+    fn: Callable[..., Any], args: Sequence[Any], **options: Any
+) -> Any:
+    """harness.captured for CUDA tensors of the shapes of ``args``, which nobody has:
+    sglang's all-gather and reduce-scatter ask where a tensor is."""
+    patch = inductor_config.patch(joint_graph_constant_folding=False)
+    with FakeTensorMode(), patch:
+        there = [torch.empty(a.shape, dtype=a.dtype, device="cuda") for a in args]
+        for tensor, given in zip(there, args, strict=True):
+            for dim in getattr(given, "_dynamo_dynamic_indices", ()):
+                torch._dynamo.mark_dynamic(tensor, dim)
+        return harness.captured(fn, there, **options)
+
+
+def run_as_ranks(graph: Any, inputs: Sequence[Sequence[Any]]) -> list[Any]:
+    """A graph of captured_on_cuda on all ranks in lockstep, on the CPU; where its
+    correction is passed its rank, each rank passes its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "_call", _with_hosts(harness._call))
+        return harness.run_ranks_in_lockstep(graph, inputs)
+
+
 def _with_hosts(call: Callable[..., Any]) -> Callable[..., Any]:
     from dcp_inductor.compiler import opaque
 
     def with_hosts(node: Node, calls: list[tuple[Any, Any]]) -> list[Any]:
         if opaque.is_kernel(node):
-            return [opaque.run(kwargs) for _, kwargs in calls]
+            own = "lse_idx" in str(opaque._constants(node.kwargs))
+            return [
+                opaque.run(kwargs, {"lse_idx": rank} if own else None)
+                for rank, (_, kwargs) in enumerate(calls)
+            ]
         if getattr(node.target, "__name__", "").startswith("auto_functionalized"):
             sent = [kwargs["input"] for _, kwargs in calls]
-            return [[None, received] for received in _all_to_all(sent)]
+            moved = _MOVES[calls[0][0][0]._schema.name](sent)
+            return [[None, received] for received in moved]
+        here = {"device": torch.device("cpu")}
+        if "device" in node.kwargs:
+            calls = [(args, {**kwargs, **here}) for args, kwargs in calls]
         return call(node, calls)
 
     return with_hosts
@@ -104,12 +144,26 @@ def _all_to_all(sent: list[Tensor]) -> list[Tensor]:
     return [torch.cat([row[rank] for row in chunks]) for rank in range(len(sent))]
 
 
+_MOVES: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
+    "sglang::reg_all_to_all_single": _all_to_all,
+    "sglang::reg_all_gather_into_tensor": lambda sent: [torch.cat(sent)] * len(sent),
+    "sglang::reg_reduce_scatter_tensor": lambda sent: [
+        *torch.stack(sent).sum(0).chunk(len(sent))
+    ],
+}
+
+
 def start_parallel(
-    rank: int, num_ranks: int, *, backend: str = "gloo", **settings: Any
+    rank: int,
+    num_ranks: int,
+    *,
+    backend: str = "gloo",
+    pynccl: bool = False,
+    **settings: Any,
 ) -> Any:
     """sglang's own groups, TP = DCP = all ranks; the module that holds them.
 
-    settings: of sglang's ServerArgs.
+    pynccl: with sglang's NCCL communicators. settings: of sglang's ServerArgs.
     """
     state = sglang_module("srt.distributed.parallel_state")
     context = sglang_module("srt.runtime_context")
@@ -135,7 +189,6 @@ def start_parallel(
     make = state.init_model_parallel_group
     quiet = dict.fromkeys(
         (
-            "use_pynccl",
             "use_custom_allreduce",
             "use_mscclpp",
             "use_torch_symm_mem_allreduce",
@@ -144,7 +197,101 @@ def start_parallel(
         False,
     )
     state.init_model_parallel_group = lambda *args, **kwargs: make(
-        *args, **{**kwargs, **quiet}
+        *args, **{**kwargs, **quiet, "use_pynccl": pynccl}
     )
     state.initialize_model_parallel(backend=backend)
     return state
+
+
+@contextlib.contextmanager
+def flashinfer_of(exchange: Callable[..., Any]) -> Iterator[Any]:
+    """A FlashInfer that has nothing but this exchange, and sglang's state for it."""
+    comm = sglang_module("srt.layers.dcp.comm")
+    package: Any = types.ModuleType("flashinfer")
+    package.comm = types.ModuleType("flashinfer.comm")
+    module: Any = types.ModuleType("flashinfer.comm.dcp_alltoall")
+    package.comm.dcp_alltoall = module
+    module.decode_cp_a2a_alltoall = exchange
+    modules = {m.__name__: m for m in (package, package.comm, module)}
+    with (
+        mock.patch.dict(sys.modules, modules),
+        mock.patch.object(comm, "init_fi_a2a_workspace", return_value=None),
+        mock.patch.object(
+            comm, "_FI_A2A_STATE", {"workspace": torch.zeros(1), "cp_rank": 0}
+        ),
+    ):
+        yield module
+        sglang_flashinfer.hide()
+
+
+def runner_of(
+    model: Any,
+    dtype: torch.dtype,
+    tokens_per_request: int = 1,
+    device: str = "cpu",
+) -> Any:
+    """What the plugin's hook reads of a runner of ``model``."""
+    runtime = sglang_module("srt.runtime_context")
+    base = sglang_module("srt.model_executor.runner.base_runner").BaseRunner
+
+    class Runner(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            self.model_runner = SimpleNamespace(
+                model=model,
+                dtype=dtype,
+                device=device,
+                req_to_token_pool=SimpleNamespace(size=64),
+                server_args=runtime.get_server_args(),
+                decode_num_tokens_per_req=lambda: tokens_per_request,
+                decode_graph_gather_requirements=lambda: (False, False),
+            )
+
+    Runner.__abstractmethods__ = frozenset()
+    return Runner()
+
+
+def on_cpu(state: Any) -> None:
+    """Let CPU tensors through sglang's collective ops, which are CUDA's.
+
+    state: the module of start_parallel().
+    """
+    library = torch.library.Library("sglang", "FRAGMENT")
+    for op, method in (
+        ("reg_all_to_all_single", "_all_to_all_single"),
+        ("reg_all_gather_into_tensor", "_all_gather_into_tensor"),
+        ("reg_reduce_scatter_tensor", "_reduce_scatter_tensor"),
+        ("inplace_all_reduce", "_all_reduce_in_place"),
+    ):
+
+        def call(*args: Any, method: str = method) -> None:
+            *tensors, group_name = args
+            getattr(state._groups[group_name](), method)(*tensors)
+
+        library.impl(op, call, "CPU")
+    _KEPT.append(library)
+
+
+_KEPT: list[Any] = []
+
+
+@contextlib.contextmanager
+def interpret_kernels() -> Iterator[None]:
+    """Triton kernels launched here run in Triton's interpreter, in this process.
+
+    It leaves triton.language patched for good: trace and compile before.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                JITFunction,
+                "__call__",
+                lambda inner, *a, **k: InterpretedFunction(inner.fn)(*a, **k),
+            )
+            return InterpretedFunction(self.fn)[grid](*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", run)
+        yield

@@ -206,6 +206,9 @@ def test_buffers_of_the_caller_are_observable(comm):
     assert found.num_ops == 0
     (reason,) = found.reasons
     assert "a buffer of the caller" in reason
+    assert "ranks" not in str(found.report.findings[0]), (
+        "the graph doesn't say how many"
+    )
 
 
 CENTERED = "centered = lse_i - lse_max"

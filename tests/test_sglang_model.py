@@ -19,17 +19,20 @@ pytestmark = pytest.mark.sglang
 HERE = Path(__file__).parent
 ROOT = Path(dcp_inductor.__file__).parents[1]
 BATCHES = ("4", "2", "1")
+# Batch sizes of their own, so that Dynamo compiles anew.
+DIFFERENT = ("3,symm_mem", "5,ag_rs", "6,fi_a2a")
+SCENARIOS = BATCHES + DIFFERENT
 OP = "dcp_inductor.a2a_lse_reduce.default"
 
 
 @pytest.fixture(scope="module")
 def traced() -> dict[str, list[dict[str, Any]]]:
-    """Every compiled graph with an exchange, by batch size; in a process of its own:
-    the model patches much of it."""
+    """Every compiled graph with an exchange, by scenario; in a process of its own: the
+    model patches much of it."""
     sglang_module("srt.layers.dcp.comm")
     path = os.pathsep.join([str(ROOT), str(HERE), *sys.path])
     done = subprocess.run(
-        [sys.executable, str(HERE / "sglang_model_worker.py"), *BATCHES],
+        [sys.executable, str(HERE / "sglang_model_worker.py"), *SCENARIOS],
         env={**os.environ, "PYTHONPATH": path, "SGLANG_LOG_LEVEL": "error"},
         capture_output=True,
         text=True,
@@ -39,17 +42,18 @@ def traced() -> dict[str, list[dict[str, Any]]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-def test_one_graph_with_one_fused_exchange_for_all_layers(traced, batch):
-    (graph,) = traced[batch]
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_one_graph_with_one_fused_exchange_for_all_layers(traced, scenario):
+    (graph,) = traced[scenario]
     assert (graph["fused"], graph["lse_modes"]) == (1, ["base2"]), graph["findings"]
     assert graph["nodes"].count(OP) == 1
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-def test_nothing_of_the_exchange_is_left(traced, batch):
-    (graph,) = traced[batch]
-    for trace in ("triton_kernel", "auto_functionalized", "copy_", "scatter", "view"):
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_nothing_of_the_exchange_is_left(traced, scenario):
+    (graph,) = traced[scenario]
+    left = ("triton_kernel", "auto_functionalized", "copy_", "scatter", "view", "fi_")
+    for trace in left:
         assert not any(trace in target for target in graph["nodes"])
 
 

@@ -6,7 +6,8 @@ import logging
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from ranks import run_ranks
-from sglang_host import sglang_module, start_parallel
+from sglang_host import flashinfer_of, runner_of, sglang_module, start_parallel
 
 import dcp_inductor
 
@@ -116,43 +117,33 @@ assert hooked() == 0
 # --- starting -------------------------------------------------------------------------
 
 
-def runner_of(num_ranks: int) -> Any:
-    """What the hook reads of a runner, of a small MLA model of 8 heads."""
+def small_mla(num_ranks: int) -> Any:
+    """What the plugin reads of an MLA model of 8 heads."""
     attention = torch.nn.Module()
     attention.kv_lora_rank = 64
     attention.num_local_heads = 8 // num_ranks
     attention.dcp_size = num_ranks
-    runtime = sglang_module("srt.runtime_context")
-    base = sglang_module("srt.model_executor.runner.base_runner").BaseRunner
-
-    class Runner(base):  # type: ignore[misc, valid-type]
-        __abstractmethods__ = frozenset()
-
-        def __init__(self) -> None:
-            self.model_runner = SimpleNamespace(
-                model=torch.nn.Sequential(torch.nn.Identity(), attention),
-                dtype=torch.bfloat16,
-                device="cpu",
-                req_to_token_pool=SimpleNamespace(size=64),
-                server_args=runtime.get_server_args(),
-                decode_num_tokens_per_req=lambda: 3,
-                decode_graph_gather_requirements=lambda: (False, False),
-            )
-
-    Runner.__abstractmethods__ = frozenset()
-    return Runner()
+    return torch.nn.Sequential(torch.nn.Identity(), attention)
 
 
 # One spawn for all of them: importing sglang takes most of the time. In this order: the
 # last leaves the ranks at different rounds of their votes.
 REFUSALS = {
     "not compiled": "without --enable-torch-compile",
-    "another backend": "--dcp-comm-backend is ag_rs",
+    "ag_rs": "DCP_INDUCTOR_AG_RS=1 allows it",
+    "ag_rs with symmetric memory": "--enable-symm-mem breaks the compiled graph",
+    "an unknown backend": "--dcp-comm-backend is new",
+    "another FlashInfer": "takes (partial_o, lse, group) here",
+    "stages that warm up together": "SGLANG_PP_PARALLEL_DEEPGEMM_WARMUP",
     "no compiled batch": "no decode batch is captured",
     "no graphs": "no decode batch is captured",
     "pdmux": "--enable-pdmux captures on several streams",
 }
-BROKEN = ("plan_for", "_unfit_streams")
+BROKEN = (
+    "integrations.sglang.plan_for",
+    "integrations.sglang_plan._unfit_streams",
+    "compiler.fusion_pass.DcpFusionPass.__init__",
+)
 
 
 @pytest.fixture(scope="module")
@@ -172,16 +163,15 @@ def start_on_rank(rank: int, num_ranks: int) -> dict[str, dict[str, Any]]:
         torch_compile_max_bs=16,
     )
     return {
-        name: _warmed_up(num_ranks, scenario)
+        name: _warmed_up(num_ranks, scenario, again=name.startswith("a draft"))
         for name, scenario in _scenarios(rank, num_ranks).items()
     }
 
 
 def _scenarios(rank: int, num_ranks: int) -> dict[str, Any]:
     """What is different from a server that fuses, as context managers."""
-    from dcp_inductor.integrations import sglang as plugin
-
     runtime = sglang_module("srt.runtime_context")
+    envs = sglang_module("srt.environ").envs
     base = sglang_module("srt.model_executor.runner.base_runner").BaseRunner
     last = rank == num_ranks - 1
     parallel, graph = runtime.get_parallel(), runtime.get_exec().graph
@@ -191,28 +181,73 @@ def _scenarios(rank: int, num_ranks: int) -> dict[str, Any]:
     return {
         "no DCP": parallel.override(dcp_enabled=False),
         "not compiled": capture.override(enable_torch_compile=False),
-        "another backend": parallel.override(dcp_comm_backend="ag_rs"),
+        "ag_rs": parallel.override(dcp_comm_backend="ag_rs"),
+        "ag_rs with symmetric memory": _all(
+            parallel.override(dcp_comm_backend="ag_rs"),
+            runtime.get_exec().comm.override(enable_symm_mem=True),
+            mock.patch.dict(os.environ, DCP_INDUCTOR_AG_RS="1"),
+        ),
+        "an unknown backend": parallel.override(dcp_comm_backend="new"),
+        "another FlashInfer": _all(
+            parallel.override(dcp_comm_backend="fi_a2a"),
+            flashinfer_of(lambda partial_o, lse, group: None),
+        ),
+        "stages that warm up together": _all(
+            parallel.override(pp_size=2, pp_group=SimpleNamespace(world_size=2)),
+            envs.SGLANG_PP_PARALLEL_DEEPGEMM_WARMUP.override(True),
+        ),
         "no compiled batch": graph.override(torch_compile_max_bs=0),
         "no graphs": graph.override(cuda_graph_config=None),
         "pdmux": runtime.get_disagg().override(enable_pdmux=True),
         **{
-            name: mock.patch.object(plugin, name, broken) if last else nullcontext()
+            name: mock.patch(f"dcp_inductor.{name}", broken) if last else nullcontext()
             for name in BROKEN
         },
         "all well": nullcontext(),
-        "a draft model without MLA": mock.patch.object(
-            plugin, "_is_mla", return_value=False
+        "a draft model without MLA": mock.patch(
+            "dcp_inductor.integrations.sglang_plan._is_mla", return_value=False
+        ),
+        "fi_a2a": _all(
+            parallel.override(dcp_comm_backend="fi_a2a"),
+            flashinfer_of(fi_exchange),
+        ),
+        "ag_rs, allowed": _all(
+            parallel.override(dcp_comm_backend="ag_rs"),
+            mock.patch.dict(os.environ, DCP_INDUCTOR_AG_RS="1"),
+        ),
+        "eager, allowed": _all(
+            capture.override(enable_torch_compile=False),
+            mock.patch.dict(os.environ, DCP_INDUCTOR_EAGER_DECODE="1"),
+        ),
+        "eager without graphs": _all(
+            capture.override(enable_torch_compile=False),
+            graph.override(cuda_graph_config=None),
+            mock.patch.dict(os.environ, DCP_INDUCTOR_EAGER_DECODE="1"),
+        ),
+        "one rank is eager": mock.patch.dict(
+            os.environ, {"DCP_INDUCTOR_EAGER_DECODE": "1"} if last else {}
         ),
         "no plugin": skipped if last else nullcontext(),
     }
 
 
-def _warmed_up(num_ranks: int, scenario: Any) -> dict[str, Any]:
-    """Warm up as sglang does, with the hook in place."""
+@contextmanager
+def _all(*contexts: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _warmed_up(num_ranks: int, scenario: Any, again: bool) -> dict[str, Any]:
+    """Warm up as sglang does, with the hook in place; again: for a second model."""
     from dcp_inductor.integrations import sglang as plugin
+    from dcp_inductor.integrations import sglang_eager
     from dcp_inductor.integrations.inductor import installed_passes
     from dcp_inductor.runtime.workspace import reservations
 
+    if not again:
+        plugin._uninstall()
     plugin.register()
     sglang_module("srt.plugins.hook_registry").HookRegistry.apply_hooks()
     lines: list[str] = []
@@ -222,10 +257,13 @@ def _warmed_up(num_ranks: int, scenario: Any) -> dict[str, Any]:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore
     logger.addHandler(handler)
     with scenario:
-        runner_of(num_ranks)._pre_initialize_fi_a2a_workspace()
+        runner = runner_of(small_mla(num_ranks), torch.bfloat16, 3)
+        runner._pre_initialize_fi_a2a_workspace()
     logger.removeHandler(handler)
+    plan = sglang_eager._serving
     return {
         "passes": len(installed_passes()),
+        "eager": None if plan is None else plan.max_tokens,
         "reserved": [
             (name, vars(r.geometry), r.backend.name) for name, r in reservations()
         ],
@@ -266,6 +304,39 @@ def test_one_rank_that_cant_start_keeps_all_from_fusing(started, name):
 def test_a_runner_without_exchanges_undoes_nothing(started):
     for ranks in started:
         assert ranks["a draft model without MLA"]["passes"] == 1
+
+
+def fi_exchange(partial_o, softmax_stats, workspace, cp_rank, cp_size, out=None):
+    """With FlashInfer's first parameters."""
+
+
+def test_fi_a2a_starts(started):
+    for found in (ranks["fi_a2a"] for ranks in started):
+        assert (found["passes"], found["eager"]) == (1, None)
+
+
+def test_ag_rs_starts_where_it_is_allowed(started):
+    for found in (ranks["ag_rs, allowed"] for ranks in started):
+        assert (found["passes"], found["eager"]) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("eager, allowed", 48 * 3), ("eager without graphs", 64 * 3)]
+)
+def test_eager_decode_starts_without_a_compiler(started, name, tokens):
+    """As wide as what is captured, or as the requests that the server holds."""
+    for found in (ranks[name] for ranks in started):
+        assert (found["passes"], found["eager"]) == (0, tokens)
+    (line,) = started[0][name]["lines"]
+    assert f"capacity {tokens} tokens" in line
+
+
+def test_ranks_that_differ_in_being_eager_stay_unfused(started):
+    for found in (ranks["one rank is eager"] for ranks in started):
+        assert (found["passes"], found["eager"]) == (0, None)
+        (line,) = found["lines"]
+        assert "stay unfused" in line
+        assert "eager=True" in line
 
 
 def test_a_rank_without_the_plugin_is_an_error_in_time_not_a_hang(started):

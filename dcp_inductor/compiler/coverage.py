@@ -43,7 +43,7 @@ class Coverage:
         self._seen: dict[Node, set[bool]] = {node: set() for node in self.conditions}
 
     def record(self, values: dict[Node, Any]) -> None:
-        """Take the values of one run of the combine half."""
+        """Take what one rank computed in one run."""
         for node, seen in self._seen.items():
             if len(seen) < 2 and values[node].numel():
                 seen.update((bool(values[node].any()), bool(values[node].all())))

@@ -9,23 +9,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 
 from dcp_inductor.compiler.movement import is_mover
 from dcp_inductor.report import Miss
 
+Kind = Literal["all_to_all", "all_gather", "reduce_scatter"]
+
 
 @dataclass(frozen=True)
 class Exchange:
-    """One all-to-all: rank r's chunk p of ``sent`` becomes rank p's chunk r.
+    """One collective of N ranks.
 
-    node: the collective. sent: what it reads, cut into num_ranks equal chunks of its
-    flat elements in order. received: the nodes that hold its result. num_ranks: None
-    where the graph doesn't say, NOTE [number of ranks] of region.py. buffer: what makes
-    the memory that a host's op receives into, in graph order.
+    all_to_all: rank r's chunk p of ``sent`` becomes rank p's chunk r. all_gather: all
+    of every rank's ``sent``, in order of ranks. reduce_scatter: the sum over ranks of
+    chunk p goes to rank p.
+
+    node: the collective. sent: what it reads, cut into num_ranks equal chunks: of its
+    axis ``axis``, or of its flat elements in order. received: the nodes that hold its
+    result. num_ranks: None where the graph doesn't say, NOTE [number of ranks] of
+    region.py. buffer: what makes the memory that a host's op receives into, in graph
+    order.
     """
 
     node: Node
@@ -34,32 +43,44 @@ class Exchange:
     group_name: str
     num_ranks: int | None
     buffer: tuple[Node, ...] = ()
+    kind: Kind = "all_to_all"
+    axis: int | None = None
 
     def __str__(self) -> str:
         return f"{self.node.name} on group {self.group_name!r}"
 
 
-Found = Exchange | Miss | None
+Found = list[Exchange] | Miss | None
+Anchors = list[tuple[Node, Exchange | Miss]]
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """A row: ``read`` gives None for any other node, Miss for a use it can't take."""
+    """A row: ``read`` gives None for any other node, Miss for a use it can't take, and
+    as many exchanges as one call makes."""
 
     name: str
+    kind: Kind
     read: Callable[[Node], Found]
 
 
-def find_exchanges(graph: Graph) -> list[tuple[Node, Exchange | Miss]]:
-    """Every collective that a row of the table knows, in graph order."""
-    found: list[tuple[Node, Exchange | Miss]] = []
-    for node in graph.nodes:
-        for spelling in SPELLINGS:
-            exchange = spelling.read(node)
-            if exchange is not None:
-                found.append((node, exchange))
-                break
-    return found
+def find_exchanges(graph: Graph) -> Anchors:
+    """Every all-to-all that a row of the table knows, in graph order."""
+    return [
+        (node, exchange)
+        for node in graph.nodes
+        for exchange in read_collective(node, "all_to_all")
+    ]
+
+
+def read_collective(node: Node, kind: Kind) -> list[Exchange | Miss]:
+    """What a node exchanges, if it is a collective of this kind, else nothing."""
+    for spelling in SPELLINGS:
+        if spelling.kind == kind:
+            found = spelling.read(node)
+            if found is not None:
+                return [found] if isinstance(found, Miss) else [*found]
+    return []
 
 
 def argument(node: Node, name: str) -> Any:
@@ -70,6 +91,15 @@ def argument(node: Node, name: str) -> Any:
         if parameter.name == name:
             return node.args[place] if place < len(node.args) else None
     raise AssertionError(f"{node.target} has no argument {name!r}")
+
+
+def with_arguments(
+    node: Node, args: tuple[Any, ...], changed: dict[str, Any]
+) -> tuple[Any, ...]:
+    """``args`` of an op's call, with other values for those that ``changed`` names."""
+    parameters = node.target._schema.arguments  # type: ignore
+    named = zip((p.name for p in parameters), args, strict=False)
+    return tuple(changed.get(name, value) for name, value in named)
 
 
 def _read_functional_all_to_all(node: Node) -> Found:
@@ -87,31 +117,60 @@ def _read_functional_all_to_all(node: Node) -> Found:
     waits = tuple(node.users)
     if any(not _is_wait(user) for user in waits):
         return Miss("its result is read without wait_tensor")
-    return Exchange(
-        node,
-        argument(node, "input"),
-        waits,
-        str(argument(node, "group_name")),
-        len(splits),
-    )
+    group_name = str(argument(node, "group_name"))
+    return [Exchange(node, argument(node, "input"), waits, group_name, len(splits))]
+
+
+def _read_functional_gather(node: Node) -> Found:
+    """``sent -> all_gather_into_tensor(sent, N, group) -> wait_tensor``."""
+    if node.target is not torch.ops._c10d_functional.all_gather_into_tensor.default:
+        return None
+    return _functional(node, "all_gather")
+
+
+def _read_functional_scatter(node: Node) -> Found:
+    """``sent -> reduce_scatter_tensor(sent, "sum", N, group) -> wait_tensor``."""
+    if node.target is not torch.ops._c10d_functional.reduce_scatter_tensor.default:
+        return None
+    reduction = argument(node, "reduce_op")
+    if reduction != "sum":
+        return Miss(f"its reduce-scatter takes the {reduction}: a merge is a sum")
+    return _functional(node, "reduce_scatter")
+
+
+def _functional(node: Node, kind: Kind) -> Found:
+    waits = tuple(node.users)
+    if any(not _is_wait(user) for user in waits):
+        return Miss("its result is read without wait_tensor")
+    group_name, sent = str(argument(node, "group_name")), argument(node, "input")
+    num_ranks = int(argument(node, "group_size"))
+    return [Exchange(node, sent, waits, group_name, num_ranks, kind=kind)]
 
 
 @dataclass(frozen=True)
 class MutableOp:
-    """A host's all-to-all that writes into an argument: the names of its arguments."""
+    """A host's collective that writes into an argument: the names of its arguments."""
 
+    kind: Kind
     sent: str
     received: str
     group: str
 
 
 # By qualified name: a host's op is known here without the host being importable.
-MUTABLE_ALL_TO_ALLS = {
-    "sglang::reg_all_to_all_single": MutableOp("input", "output", "group_name"),
+# sglang's reduce-scatter sums.
+_SGLANG: dict[str, Kind] = {
+    "reg_all_to_all_single": "all_to_all",
+    "reg_all_gather_into_tensor": "all_gather",
+    "reg_reduce_scatter_tensor": "reduce_scatter",
+}
+MUTABLE_OPS = {
+    f"sglang::{name}": MutableOp(kind, "input", "output", "group_name")
+    for name, kind in _SGLANG.items()
 }
 
 
-def _read_mutable_all_to_all(node: Node) -> Found:
+def _read_mutable(kind: Kind, node: Node) -> Found:
     """A host op that writes its result into a buffer, functionalized by AOTAutograd.
 
         v2: auto_functionalized_v2(op, input=sent, group_name=.., _output_base_index=0,
@@ -125,9 +184,9 @@ def _read_mutable_all_to_all(node: Node) -> Found:
     if node.target not in _FUNCTIONALIZED:
         return None
     op: Any = node.args[0]
-    if op._schema.name not in MUTABLE_ALL_TO_ALLS:
+    names = MUTABLE_OPS.get(op._schema.name)
+    if names is None or names.kind != kind:
         return None
-    names = MUTABLE_ALL_TO_ALLS[op._schema.name]
     written = [p.name for p in op._schema.arguments if p.alias_info is not None]
     if node.target is torch.ops.higher_order.auto_functionalized_v2:
         place: Any = node.kwargs[f"_{names.received}_base_index"]
@@ -147,14 +206,59 @@ def _read_mutable_all_to_all(node: Node) -> Found:
     results = tuple(user for user in node.users if user.args[1] == place)
     if len(results) < len(node.users):
         return Miss("more of it is read than what it receives")
-    return Exchange(
-        node,
-        node.kwargs[names.sent],  # type: ignore[arg-type]
-        results,
-        str(node.kwargs[names.group]),
-        num_ranks=None,
-        buffer=views,
-    )
+    sent: Any = node.kwargs[names.sent]
+    return [
+        Exchange(
+            node,
+            sent,
+            results,
+            str(node.kwargs[names.group]),
+            num_ranks=_growth(sent, buffer) if kind != "all_to_all" else None,
+            buffer=views,
+            kind=kind,
+        )
+    ]
+
+
+def _growth(one: Node, other: Node) -> int | None:
+    """How many times larger the larger of two tensors is: N of a gather or scatter.
+    None where the sizes don't say."""
+    small, large = (_num_bytes(node.meta["val"]) for node in (one, other))
+    for times in (large / small, small / large) if small != 0 != large else ():
+        if times.is_Integer:
+            return int(times)
+    return None
+
+
+def _num_bytes(value: torch.Tensor) -> Any:
+    """As an expression of the graph's symbols."""
+    return sympy.sympify(math.prod(map(_expression, value.shape)) * value.itemsize)
+
+
+def _read_flashinfer(node: Node) -> Found:
+    """FlashInfer's exchange as the sglang plugin shows it, payload and LSE in one call.
+
+        fi_all_to_all(o [.., N, D], stats [.., N, S], N, group) -> (o, stats)
+
+    Peers are the second to last axis of both; integrations/sglang_flashinfer.py.
+    """
+    if getattr(node.target, "_schema", None) is None:
+        return None
+    if node.target._schema.name != "dcp_inductor::fi_all_to_all":  # type: ignore
+        return None
+    group_name = str(argument(node, "group_name"))
+    num_ranks = int(argument(node, "cp_size"))
+    return [
+        Exchange(
+            node,
+            argument(node, name),
+            tuple(user for user in node.users if user.args[1] == place),
+            group_name,
+            num_ranks,
+            axis=-2,
+        )
+        for place, name in enumerate(("partial_o", "softmax_stats"))
+    ]
 
 
 _FUNCTIONALIZED = (
@@ -210,6 +314,13 @@ def _expression(size: Any) -> Any:
 
 
 SPELLINGS: tuple[Spelling, ...] = (
-    Spelling("functional c10d", _read_functional_all_to_all),
-    Spelling("mutable host op", _read_mutable_all_to_all),
+    Spelling("functional c10d", "all_to_all", _read_functional_all_to_all),
+    Spelling("functional c10d", "all_gather", _read_functional_gather),
+    Spelling("functional c10d", "reduce_scatter", _read_functional_scatter),
+    Spelling("mutable host op", "all_to_all", partial(_read_mutable, "all_to_all")),
+    Spelling("mutable host op", "all_gather", partial(_read_mutable, "all_gather")),
+    Spelling(
+        "mutable host op", "reduce_scatter", partial(_read_mutable, "reduce_scatter")
+    ),
+    Spelling("FlashInfer, shown by a plugin", "all_to_all", _read_flashinfer),
 )

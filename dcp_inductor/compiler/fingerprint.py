@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from dcp_inductor.compiler.exchange import Exchange
 from dcp_inductor.compiler.movement import constant_tensor
 from dcp_inductor.compiler.opaque import describe, is_kernel
 from dcp_inductor.compiler.region import Region
@@ -42,16 +43,25 @@ class _Writer:
             f"{self.place[node]} {self._value(node)}"
             for node in (region.partial_o, region.partial_lse)
         ]
-        lines += [self._line(node) for node in region.pack]
-        for number, exchange in enumerate(region.exchanges):
-            lines.append(f"exchange {number} {self.place[exchange.sent]}")
-            for node in exchange.received:
-                self.place[node] = f"received {number}"
-        lines += [self._line(node) for node in region.combine]
+        for step in region.steps:
+            if isinstance(step, Node):
+                lines.append(self._line(step))
+            else:
+                lines.append(self._exchanged(step))
+        if region.rank_site is not None:
+            site = region.rank_site
+            lines.append(f"rank {self.place[site.node]} {site.parameter}")
         lines.append(f"merged {self.place[region.merged]}")
         if region.merged_lse is not None:
             lines.append(f"merged_lse {self.place[region.merged_lse]}")
         return "\n".join(lines)
+
+    def _exchanged(self, exchange: Exchange) -> str:
+        number = self.region.exchanges.index(exchange)
+        for node in exchange.received:
+            self.place[node] = f"received {number}"
+        sent = self.place[exchange.sent]
+        return f"exchange {number} {exchange.kind} {exchange.axis} {sent}"
 
     def _line(self, node: Node) -> str:
         self.place.setdefault(node, f"%{len(self.place)}")

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._logging import trace_structured
@@ -22,9 +23,11 @@ from torch._logging._internal import trace_log
 from torch.fx import Graph, Node
 
 from dcp_inductor.compiler import lowering
-from dcp_inductor.compiler.exchange import find_exchanges
+from dcp_inductor.compiler.dataflow import Stale
+from dcp_inductor.compiler.exchange import Exchange, find_exchanges
+from dcp_inductor.compiler.gather_scatter import GatherScatterFinder, find_scatters
 from dcp_inductor.compiler.proof import Proof, prove
-from dcp_inductor.compiler.region import Proposal, Region, RegionFinder, Stale
+from dcp_inductor.compiler.region import Proposal, Region, RegionFinder, names_of
 from dcp_inductor.compiler.rewrite import rewrite
 from dcp_inductor.config import Config
 from dcp_inductor.errors import FusionMissed
@@ -47,7 +50,8 @@ class DcpFusionPass(CustomGraphPass):
     listener: called with each graph's GraphReport; not part of the cache key.
 
     The verdict on a graph depends on the graph, the config and the versions alone,
-    all of which are in ``uuid()``: never on the rank, a pointer or free memory.
+    all of which are in ``uuid()``: never on a pointer or free memory, and with
+    Config.ag_rs alone on which rank this process is, which then is in it too.
     """
 
     def __init__(
@@ -63,12 +67,12 @@ class DcpFusionPass(CustomGraphPass):
         if not self.config.enabled:
             return
         num_nodes = len(graph.nodes)
-        if not find_exchanges(graph):
+        if not (find_exchanges(graph) or find_scatters(graph)):
             self._tell(GraphReport((), num_nodes, num_nodes))
             return
         shown = self.listener is not None or _graphs_are_shown()
         before = _text(graph) if shown else ""
-        findings = tuple(_settle(graph))
+        findings = tuple(_settle(graph, self.config.ag_rs))
         after = _text(graph) if shown else ""
         report = GraphReport(findings, num_nodes, len(graph.nodes), before, after)
         graph.lint()
@@ -78,8 +82,14 @@ class DcpFusionPass(CustomGraphPass):
 
     def uuid(self) -> str:
         """Changes with anything that a verdict or a lowering depends on."""
-        key = (source_hash(), _versions(), self.config.key())
+        key = (source_hash(), _versions(), self.config.key(), self._rank())
         return hashlib.sha256(repr(key).encode()).hexdigest()
+
+    def _rank(self) -> int | None:
+        """Of this process, where a verdict depends on it: NOTE [own rank] of
+        gather_scatter.py."""
+        known = self.config.ag_rs and dist.is_available() and dist.is_initialized()
+        return dist.get_rank() if known else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config, "listener": None}
@@ -104,13 +114,27 @@ class DcpFusionPass(CustomGraphPass):
         warnings.warn(text, stacklevel=2)
 
 
-def _settle(graph: Graph) -> Iterator[Finding]:
+class _Finders:
+    """Every anchor of a graph, with the finder that proposes regions for its kind."""
+
+    def __init__(self, graph: Graph, ag_rs: bool) -> None:
+        self._all_to_all = RegionFinder(graph)
+        self._scatter = GatherScatterFinder(graph, allowed=ag_rs)
+        self.found = self._all_to_all.found + self._scatter.found
+
+    def propose(self, exchange: Exchange) -> Proposal:
+        if exchange.kind == "reduce_scatter":
+            return self._scatter.propose(exchange)
+        return self._all_to_all.propose(exchange)
+
+
+def _settle(graph: Graph, ag_rs: bool) -> Iterator[Finding]:
     """A finding for each exchange: propose, prove, rewrite.
 
     Where a rewrite has changed what a proposal rests on, the graph is read again.
     """
     settled: set[Node] = set()
-    finder = RegionFinder(graph)
+    finder = _Finders(graph, ag_rs)
     while True:
         fresh = [found for found in finder.found if found[0] not in settled]
         if not fresh:
@@ -123,7 +147,7 @@ def _settle(graph: Graph) -> Iterator[Finding]:
         try:
             proposal = finder.propose(exchange)
         except Stale:
-            finder = RegionFinder(graph)
+            finder = _Finders(graph, ag_rs)
             continue
         settled.update(member.node for member in proposal.exchanges)
         yield _attempt(graph, proposal)
@@ -132,7 +156,7 @@ def _settle(graph: Graph) -> Iterator[Finding]:
 def _attempt(graph: Graph, proposal: Proposal) -> Finding:
     first = proposal.exchanges[0]
     finding = Finding(
-        " and ".join(exchange.node.name for exchange in proposal.exchanges),
+        names_of(proposal.exchanges),
         first.group_name,
         _num_ranks(proposal),
         False,
@@ -155,7 +179,7 @@ def _attempt(graph: Graph, proposal: Proposal) -> Finding:
             )
         miss = verdict if miss is None else miss
     assert miss is not None, "no region comes with a miss"
-    return replace(finding, reason=miss.reason)
+    return replace(finding, reason=miss.reason + proposal.hint)
 
 
 def _num_ranks(proposal: Proposal) -> int:

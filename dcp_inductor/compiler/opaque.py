@@ -77,6 +77,18 @@ def numbers(node: Node) -> list[float]:
     return [*found, *(value for value in given if isinstance(value, float))]
 
 
+def parameters_of(node: Node, value: int) -> list[str]:
+    """Which parameters of a kernel's call are passed the integer ``value``; strides
+    are left out by their names, as no guess is needed where something is one."""
+    call: dict[str, Any] = node.kwargs
+    given = {**_constants(call), **call["kwargs"]}
+    return [
+        name
+        for name, number in given.items()
+        if type(number) is int and number == value and "stride" not in name.lower()
+    ]
+
+
 def looks_at_place(node: Node) -> str | None:
     """What a kernel does with a row's place in a dynamic batch, or None."""
     call: dict[str, Any] = node.kwargs
@@ -91,14 +103,21 @@ def looks_at_place(node: Node) -> str | None:
         return str(error)
 
 
-def run(call: dict[str, Any]) -> dict[str, Tensor]:
+def run(
+    call: dict[str, Any], changed: dict[str, int] | None = None
+) -> dict[str, Tensor]:
     """What a kernel writes: the node's value, for its keywords with CPU tensors and
-    integers in them. Raises CantRun."""
+    integers in them. Raises CantRun.
+
+    changed: numbers passed in place of the graph's. It is a guess that one of them may
+    be changed, and a wrong one leads out of the tensors; so then the kernel runs where
+    that does no harm, in the child process.
+    """
     try:
         kernel = kernel_source.jit_function(_kernel(call))
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and not changed:
             return _run_on_gpu(call)
-        return _interpret(kernel, call)
+        return _interpret(kernel, call, changed or {})
     except CantRead as error:
         raise CantRun(f"{error}") from error
 
@@ -141,13 +160,15 @@ def _window(tensor: Tensor) -> Tensor:
     return tensor.as_strided((extent,), (1,))
 
 
-def _interpret(kernel: Any, call: dict[str, Any]) -> dict[str, Tensor]:
+def _interpret(
+    kernel: Any, call: dict[str, Any], changed: dict[str, int]
+) -> dict[str, Tensor]:
     if call["tma_descriptor_metadata"]:
         raise CantRun("takes TMA descriptors, which need a GPU")
     parameters = inspect.signature(kernel.fn).parameters
     given = {
         name: value
-        for name, value in {**_constants(call), **call["kwargs"]}.items()
+        for name, value in {**_constants(call), **call["kwargs"], **changed}.items()
         if name in parameters
     }
     tensors = {name: v for name, v in given.items() if isinstance(v, Tensor)}

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -85,12 +86,20 @@ class Proof:
 
 
 _MEMO: dict[str, Proof | Miss] = {}
+# A proof sets what is the process's: two at once would restore each other's settings.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def prove(region: Region) -> Proof | Miss:
     """The verdict on a region, from the process's memo if an equal one was judged."""
     # A compilation may run under fake tensor or other modes; probes are real.
-    with torch.no_grad(), _disable_current_modes(), _one_thread():
+    with (
+        _ONE_AT_A_TIME,
+        torch.no_grad(),
+        _disable_current_modes(),
+        _one_thread(),
+        _fp32_by_default(),
+    ):
         key = fingerprint(region)
         if key in _MEMO:
             known = _MEMO[key]
@@ -99,7 +108,7 @@ def prove(region: Region) -> Proof | Miss:
             verdict = _judge(region)
         except CantSimulate as error:
             verdict = Miss(str(error))
-    _MEMO[key] = verdict
+        _MEMO[key] = verdict
     return verdict
 
 
@@ -112,6 +121,17 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _fp32_by_default() -> Iterator[None]:
+    """Probes are drawn in fp32, whatever a host that loads a bf16 model has set."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def forget_proofs() -> None:

@@ -17,19 +17,18 @@ region for that N; at run time the op checks it against the group.
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
-from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch.fx import Graph, Node
 
+from dcp_inductor.compiler.dataflow import DataFlow, Stale, dtype_of, numel_of
 from dcp_inductor.compiler.exchange import Exchange, find_exchanges
-from dcp_inductor.compiler.movement import is_constant, is_mover, is_size, widens
+from dcp_inductor.compiler.movement import is_mover
 from dcp_inductor.compiler.opaque import is_kernel, is_opaque
+from dcp_inductor.compiler.pack import Sources, cuts
 from dcp_inductor.compiler.symbols import Assignment, assignments
 from dcp_inductor.merge import PARTIAL_DTYPES
 from dcp_inductor.report import Miss
@@ -42,12 +41,21 @@ _MAX_MERGED_LSE = 4
 
 
 @dataclass(frozen=True)
+class RankSite:
+    """A number of the graph that is this rank's: ``parameter`` of the call ``node``."""
+
+    node: Node
+    parameter: str
+
+
+@dataclass(frozen=True)
 class Region:
     """A candidate for the op.
 
     pack and combine are in graph order; partial_o and partial_lse are in neither,
-    merged and merged_lse are in combine. merged_lse is None where nothing outside the
-    region reads it.
+    merged and merged_lse are in combine, or received. merged_lse is None where nothing
+    outside the region reads it. num_between: how many nodes of combine come before the
+    last exchange (gather_scatter.py); the others come after all of them.
     """
 
     exchanges: tuple[Exchange, ...]
@@ -57,6 +65,8 @@ class Region:
     combine: tuple[Node, ...]
     merged: Node
     merged_lse: Node | None
+    num_between: int = 0
+    rank_site: RankSite | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -78,25 +88,37 @@ class Region:
             self.combine,
         )
 
+    @property
+    def steps(self) -> Iterator[Node | Exchange]:
+        """All of it but the partials, in an order in which it can run."""
+        *first, last = self.exchanges
+        between, after = (
+            self.combine[: self.num_between],
+            self.combine[self.num_between :],
+        )
+        return chain(self.pack, first, between, (last,), after)
+
     def __str__(self) -> str:
-        names = " and ".join(exchange.node.name for exchange in self.exchanges)
-        return f"{names} on group {self.group_name!r}"
+        return f"{names_of(self.exchanges)} on group {self.group_name!r}"
+
+
+def names_of(exchanges: Iterable[Exchange]) -> str:
+    """The collectives by name; one may make several exchanges."""
+    names = dict.fromkeys(exchange.node.name for exchange in exchanges)
+    return " and ".join(names)
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The regions to try for a set of exchanges, best first; empty with a miss."""
+    """The regions to try for a set of exchanges, best first; empty with a miss.
+
+    hint: what to say behind the reason if none of the regions is proved.
+    """
 
     exchanges: tuple[Exchange, ...]
     regions: tuple[Region, ...]
     miss: Miss | None = None
-
-
-@dataclass(frozen=True)
-class _Sources:
-    partial_o: Node
-    partial_lse: Node
-    pack: tuple[Node, ...]
+    hint: str = ""
 
 
 @dataclass(frozen=True, order=True)
@@ -110,39 +132,12 @@ class _Ranked:
 _NOT_TWO, _NO_RESULT, _INNER_ESCAPE, _TELLING = range(4)
 
 
-class Stale(Exception):
-    """The graph was rewritten where a finder looks; a new one must read it again."""
-
-
-class _Places(dict[Node, int]):
-    """Each node's place in the graph as it was read."""
-
-    def __missing__(self, node: Node) -> int:
-        raise Stale(node.name)
-
-
 class RegionFinder:
-    """Proposes regions for the exchanges of one graph.
-
-    A node is *closed* if it is computed from received data and constants alone; only
-    closed nodes can be part of a merge.
-    """
+    """Proposes regions for the exchanges of one graph, as it was read."""
 
     def __init__(self, graph: Graph) -> None:
-        self.place = _Places((node, place) for place, node in enumerate(graph.nodes))
-        self.found = find_exchanges(graph)
-        self._of_result = {
-            result: exchange
-            for _, exchange in self.found
-            if isinstance(exchange, Exchange)
-            for result in exchange.received
-        }
-        self._mutations = [node for node in graph.nodes if _mutates(node)]
-        self._constants: dict[Node, bool] = {}
-        self._reads = self._closed_nodes(graph) if self._of_result else {}
-        self._by_reads: dict[frozenset[Exchange], list[Node]] = {}
-        for node, reads in self._reads.items():
-            self._by_reads.setdefault(reads, []).append(node)
+        self._flow = DataFlow(graph, find_exchanges(graph))
+        self.found = self._flow.found
 
     def propose(self, exchange: Exchange) -> Proposal:
         """The regions around ``exchange``, which may take other exchanges in.
@@ -155,59 +150,15 @@ class RegionFinder:
             miss = Miss("its group has one rank: nothing is exchanged")
             return Proposal((exchange,), (), miss)
         misses: list[_Ranked] = []
-        together = [reads for reads in self._by_reads if exchange in reads]
+        together = [reads for reads in self._flow.by_reads if exchange in reads]
         for reads in sorted(together, key=len) or [frozenset({exchange})]:
-            exchanges = tuple(sorted(reads, key=lambda e: self.place[e.node]))
+            exchanges = tuple(sorted(reads, key=lambda e: self._flow.place[e.node]))
             found = list(self._regions(exchanges))
             regions = tuple(r for r in found if isinstance(r, Region))
             if regions:
                 return Proposal(exchanges, regions)
             misses += (r for r in found if isinstance(r, _Ranked))
         return Proposal((exchange,), (), max(misses).miss)
-
-    def _closed_nodes(self, graph: Graph) -> dict[Node, frozenset[Exchange]]:
-        """Each closed node with the exchanges whose results it is computed from."""
-        closed: dict[Node, frozenset[Exchange]] = {}
-        for node in graph.nodes:
-            if not _is_pure_call(node) or is_size(node):
-                continue
-            reads: set[Exchange] = set()
-            for source in node.all_input_nodes:
-                if source in closed:
-                    reads |= closed[source]
-                elif source in self._of_result:
-                    reads.add(self._of_result[source])
-                elif not self._constant(source):
-                    break
-            else:
-                if reads:
-                    closed[node] = frozenset(reads)
-        return closed
-
-    def _constant(self, node: Node) -> bool:
-        if node not in self._constants:
-            self._constants[node] = is_constant(node) or (
-                _is_pure_call(node)
-                and bool(node.all_input_nodes)
-                and all(map(self._constant, node.all_input_nodes))
-            )
-        return self._constants[node]
-
-    def _back(self, ends: Iterable[Node]) -> list[Node]:
-        """``ends`` and all they are computed from, up to received data and sizes."""
-        seen: set[Node] = set()
-        todo = list(ends)
-        while todo:
-            node = todo.pop()
-            if node in seen or node in self._of_result:
-                continue
-            seen.add(node)
-            if not is_size(node):
-                todo.extend(node.all_input_nodes)
-        return self._in_order(seen)
-
-    def _in_order(self, nodes: Iterable[Node]) -> list[Node]:
-        return sorted(nodes, key=self.place.__getitem__)
 
     def _regions(self, exchanges: tuple[Exchange, ...]) -> Iterator[Region | _Ranked]:
         """Every region over just these exchanges, or why there is none."""
@@ -221,12 +172,12 @@ class RegionFinder:
         if len({exchange.num_ranks for exchange in exchanges}) > 1:
             yield _Ranked(_TELLING, Miss("its exchanges differ in number of ranks"))
             return
-        cuts = self._cuts(exchanges)
-        if isinstance(cuts, Miss):
-            yield _Ranked(_NOT_TWO, cuts)
+        ways = cuts(self._flow, [exchange.sent for exchange in exchanges])
+        if isinstance(ways, Miss):
+            yield _Ranked(_NOT_TWO, ways)
             return
         settled = -1
-        for cut in cuts:
+        for cut in ways:
             num_kernels = sum(map(is_kernel, cut[0].pack))
             if num_kernels == settled:
                 continue
@@ -237,65 +188,19 @@ class RegionFinder:
             if any(isinstance(r, Region) or r.rank > _NO_RESULT for r in found):
                 settled = num_kernels
 
-    def _cuts(self, exchanges: tuple[Exchange, ...]) -> list[list[_Sources]] | Miss:
-        """Where the walk back through movement leaves exactly two tensors; each cut
-        with the ways to tell the payload from the LSE.
-
-        The deepest such cut comes first; the ones before it are for graphs whose
-        partials were widened or repeated before they were packed, and are tried where
-        the deepest leads to no region. None of them goes behind padding: padded heads
-        are no heads. A user kernel may pack or compute, so the cuts on both of its
-        sides are tried.
-        """
-        frontier = self._variables(exchange.sent for exchange in exchanges)
-        pack: list[Node] = []
-        cuts: list[tuple[set[Node], int]] = []
-        while True:
-            if len(frontier) == 2 and None not in map(_dtype, frontier):
-                cuts.append((frontier, len(pack)))
-            node = max(
-                (n for n in frontier if is_mover(n) or widens(n) or is_opaque(n)),
-                key=self.place.__getitem__,
-                default=None,
-            )
-            if node is None:
-                break
-            if node.target is torch.ops.aten.constant_pad_nd.default:
-                cuts.clear()
-            pack.append(node)
-            frontier = frontier - {node} | self._variables(node.all_input_nodes)
-        if not cuts:
-            return _not_two(frontier)
-        return [
-            [
-                _Sources(*pair, tuple(self._with_constants(pack[:length])))
-                for pair in _orders(ends)
-            ]
-            for ends, length in reversed(cuts)
-        ]
-
-    def _variables(self, nodes: Iterable[Node]) -> set[Node]:
-        return {node for node in nodes if not self._constant(node)}
-
-    def _with_constants(self, nodes: list[Node]) -> list[Node]:
-        """``nodes`` and the constants that they read, in graph order."""
-        read = chain.from_iterable(node.all_input_nodes for node in nodes)
-        constants = self._back(node for node in read if self._constant(node))
-        return self._in_order({*nodes, *constants})
-
     def _with_sources(
-        self, exchanges: tuple[Exchange, ...], sources: _Sources
+        self, exchanges: tuple[Exchange, ...], sources: Sources
     ) -> Iterator[Region | _Ranked]:
         """The regions between these partials and any result, for each N proposed."""
         o = sources.partial_o
         closed = [
             node
-            for reads, nodes in self._by_reads.items()
+            for reads, nodes in self._flow.by_reads.items()
             if reads <= {*exchanges}
             for node in nodes
         ]
         sizes = assignments((o, sources.partial_lse, *closed))[0]
-        of_all = self._by_reads.get(frozenset(exchanges), [])
+        of_all = self._flow.by_reads.get(frozenset(exchanges), [])
         counts = _rank_counts(exchanges, o, of_all, sizes)
         if not counts:
             yield _Ranked(_NO_RESULT, _no_part(o))
@@ -306,7 +211,7 @@ class RegionFinder:
     def _between(
         self,
         exchanges: tuple[Exchange, ...],
-        sources: _Sources,
+        sources: Sources,
         of_all: list[Node],
         closed: list[Node],
         sizes: Assignment,
@@ -318,19 +223,19 @@ class RegionFinder:
         o, lse = sources.partial_o, sources.partial_lse
         num_ranks = exchanges[0].num_ranks
         assert num_ranks is not None, "_with_sources() has put it there"
-        numels = _numel(o, sizes), _numel(lse, sizes)
-        miss = _check_partials(o, lse, numels, num_ranks)
+        numels = numel_of(o, sizes), numel_of(lse, sizes)
+        miss = check_partials(o, lse, numels, num_ranks)
         if miss is not None:
             yield _Ranked(_NO_RESULT, miss)
             return
-        merged = _like(of_all, o, numels[0] // num_ranks, sizes)[:_MAX_CANDIDATES]
-        maybe_lse = _like(closed, lse, numels[1] // num_ranks, sizes)
+        merged = like(of_all, o, numels[0] // num_ranks, sizes)[:_MAX_CANDIDATES]
+        maybe_lse = like(closed, lse, numels[1] // num_ranks, sizes)
         if not merged:
-            yield _Ranked(_NO_RESULT, _no_merged(o, numels[0] // num_ranks, num_ranks))
+            yield _Ranked(_NO_RESULT, no_merged(o, numels[0] // num_ranks, num_ranks))
         for end in merged:
             yield self._closed_region(exchanges, sources, end, None)
         for end in merged:
-            inside = {*self._back((end,))}
+            inside = {*self._flow.back((end,))}
             leaving = [
                 n for n in maybe_lse if n is not end and not inside >= {*n.users}
             ]
@@ -340,28 +245,32 @@ class RegionFinder:
     def _closed_region(
         self,
         exchanges: tuple[Exchange, ...],
-        sources: _Sources,
+        sources: Sources,
         merged: Node,
         merged_lse: Node | None,
     ) -> Region | _Ranked:
         """The region that ends at ``merged``, if nothing else leaves it."""
         ends = [end for end in (merged, merged_lse) if end is not None]
-        combine = self._back(ends)
+        combine = self._flow.back(ends)
         results = [node for exchange in exchanges for node in exchange.received]
         inside = {*combine, *results, *ends}
         leaks = [
             (node, user)
             for node in chain(results, combine)
-            if node not in ends and not self._constant(node)
+            if node not in ends and not self._flow.constant(node)
             for user in node.users
             if user not in inside
         ]
         for node, user in leaks:
-            if user not in self._reads:
-                return _Ranked(_TELLING, _escape(node, user, node in self._of_result))
+            if user not in self._flow.reads:
+                return _Ranked(
+                    _TELLING, escape(node, user, node in self._flow.of_result)
+                )
         if leaks:
             node, user = leaks[0]
-            return _Ranked(_INNER_ESCAPE, _escape(node, user, node in self._of_result))
+            return _Ranked(
+                _INNER_ESCAPE, escape(node, user, node in self._flow.of_result)
+            )
         region = Region(
             exchanges,
             sources.partial_o,
@@ -371,7 +280,7 @@ class RegionFinder:
             merged,
             merged_lse,
         )
-        found = self._mutated(region), self._too_early(region), _packs_more(region)
+        found = mutated(self._flow, region), self._too_early(region), packs_more(region)
         for miss in found:
             if miss is not None:
                 return _Ranked(_TELLING, miss)
@@ -379,72 +288,34 @@ class RegionFinder:
 
     def _too_early(self, region: Region) -> Miss | None:
         """A miss if a result is read before the last exchange, where the op will be."""
-        last = self.place[region.exchanges[-1].node]
+        last = self._flow.place[region.exchanges[-1].node]
         for end in (region.merged, region.merged_lse):
             for user in () if end is None else end.users:
-                if self.place[user] < last and user not in region.combine:
+                if self._flow.place[user] < last and user not in region.combine:
                     return Miss(f"{user.name} reads {end} before the last exchange")
         return None
 
-    def _mutated(self, region: Region) -> Miss | None:
-        """A miss if a mutation stands between the pack and the merged result."""
-        nodes = self._variables(chain(region.pack, region.combine))
-        places = [self.place[n] for n in (*nodes, region.exchanges[0].node)]
-        for node in self._mutations:
-            if min(places) < self.place[node] < max(places):
-                return Miss(f"{node.name} mutates a tensor between pack and merge")
-        return None
+
+def mutated(flow: DataFlow, region: Region) -> Miss | None:
+    """A miss if a mutation stands between the pack and the merged result."""
+    nodes = flow.variables(chain(region.pack, region.combine))
+    places = [flow.place[n] for n in (*nodes, region.exchanges[0].node)]
+    for node in flow.mutations:
+        if min(places) < flow.place[node] < max(places):
+            return Miss(f"{node.name} mutates a tensor between pack and merge")
+    return None
 
 
-def _packs_more(region: Region) -> Miss | None:
+def packs_more(region: Region) -> Miss | None:
     """A miss if a kernel of the pack makes something else too: it would have to stay
     beside the op."""
-    inside = {*region.pack, *(exchange.node for exchange in region.exchanges)}
+    exchanges = (exchange.node for exchange in region.exchanges)
+    inside = {*region.pack, *exchanges, *region.combine}
     for node in filter(is_opaque, region.pack):
         for user in node.users:
             if user not in inside:
                 return Miss(f"{node.name}, which packs, is also read by {user.name}")
     return None
-
-
-def _is_pure_call(node: Node) -> bool:
-    if node.op != "call_function":
-        return False
-    if isinstance(node.target, torch._ops.OpOverload):
-        return not (
-            node.target._schema.is_mutable
-            or node.target.namespace in ("_c10d_functional", "c10d", "dcp_inductor")
-            or torch.Tag.nondeterministic_seeded in node.target.tags
-        )
-    return node.target in _PURE_PYTHON
-
-
-_PURE_PYTHON: frozenset[Callable] = frozenset(
-    {
-        triton_kernel_wrapper_functional,
-        operator.getitem,
-        operator.add,
-        operator.sub,
-        operator.mul,
-        operator.floordiv,
-        operator.mod,
-        operator.neg,
-    }
-)
-
-
-def _mutates(node: Node) -> bool:
-    return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and node.target._schema.is_mutable
-    )
-
-
-def _numel(node: Node, sizes: Assignment) -> int:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return -1
-    return math.prod(sizes.sizes(value.shape))
 
 
 def _rank_counts(
@@ -454,44 +325,21 @@ def _rank_counts(
     known = exchanges[0].num_ranks
     if known is not None:
         return [known]
-    numel, dtype = _numel(o, sizes), o.meta["val"].dtype
-    parts = {_numel(n, sizes) for n in of_all if _dtype(n) == dtype} - {0}
+    numel, dtype = numel_of(o, sizes), o.meta["val"].dtype
+    parts = {numel_of(n, sizes) for n in of_all if dtype_of(n) == dtype} - {0}
     counts = {numel // part for part in parts if numel % part == 0}
-    sent = [_numel(exchange.sent, sizes) for exchange in exchanges]
+    sent = [numel_of(exchange.sent, sizes) for exchange in exchanges]
     return sorted(n for n in counts if n > 1 and all(s % n == 0 for s in sent))
-
-
-def _dtype(node: Node) -> torch.dtype | None:
-    value = node.meta.get("val")
-    return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def _no_part(partial_o: Node) -> Miss:
     return Miss(
-        f"nothing made from its result alone is of {_dtype(partial_o)} and a whole "
+        f"nothing made from its result alone is of {dtype_of(partial_o)} and a whole "
         f"part of {partial_o.name}, which a merge of it over several ranks would be"
     )
 
 
-def _orders(ends: Iterable[Node]) -> list[tuple[Node, Node]]:
-    """(payload, LSE) of two tensors: the LSE has fewer elements; both ways if equal."""
-    first, second = sorted(ends, key=lambda node: node.name)
-    sizes = assignments((first, second))[0]
-    first_numel, second_numel = _numel(first, sizes), _numel(second, sizes)
-    if first_numel == second_numel:
-        return [(first, second), (second, first)]
-    return [(first, second) if first_numel > second_numel else (second, first)]
-
-
-def _not_two(frontier: set[Node]) -> Miss:
-    names = ", ".join(sorted(node.name for node in frontier))
-    return Miss(
-        f"it carries {len(frontier)} tensor(s) ({names}); DCP's exchange carries "
-        "exactly two, the partial output and its LSE"
-    )
-
-
-def _check_partials(
+def check_partials(
     partial_o: Node, partial_lse: Node, numels: tuple[int, int], num_ranks: int
 ) -> Miss | None:
     o, lse = partial_o.meta["val"], partial_lse.meta["val"]
@@ -511,7 +359,7 @@ def _check_partials(
     return None
 
 
-def _like(
+def like(
     closed: list[Node], partial: Node, numel: int, sizes: Assignment
 ) -> list[Node]:
     """Closed nodes with ``numel`` elements and the dtype of ``partial``.
@@ -524,7 +372,7 @@ def _like(
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.dtype != dtype:
             continue
-        if _numel(node, sizes) != numel:
+        if numel_of(node, sizes) != numel:
             continue
         if is_mover(node) and any(source in found for source in node.all_input_nodes):
             continue
@@ -532,7 +380,7 @@ def _like(
     return found
 
 
-def _no_merged(partial_o: Node, numel: int, num_ranks: int) -> Miss:
+def no_merged(partial_o: Node, numel: int, num_ranks: int) -> Miss:
     dtype = partial_o.meta["val"].dtype
     return Miss(
         f"nothing made from its result alone has {numel} elements of {dtype}, which "
@@ -540,7 +388,7 @@ def _no_merged(partial_o: Node, numel: int, num_ranks: int) -> Miss:
     )
 
 
-def _escape(node: Node, user: Node, received: bool) -> Miss:
+def escape(node: Node, user: Node, received: bool) -> Miss:
     what = "the received buffer" if received else f"{node.name}, inside the merge,"
     reader = "returned" if user.op == "output" else f"also read by {user.name}"
     return Miss(f"{what} is {reader}")

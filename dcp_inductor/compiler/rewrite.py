@@ -53,10 +53,12 @@ def rewrite(graph: Graph, region: Region, proof: Proof) -> Node:
 
 def _erase(graph: Graph, region: Region) -> None:
     """Erase what nobody reads any more, from the merged result back to the pack."""
-    results = [node for exchange in region.exchanges for node in exchange.received]
-    exchanges = [exchange.node for exchange in region.exchanges]
-    buffers = [node for exchange in region.exchanges for node in exchange.buffer]
-    inside = [*region.pack, *buffers, *exchanges, *results, *region.combine]
+    inside: list[Node] = []
+    for step in region.steps:
+        if isinstance(step, Node):
+            inside.append(step)
+        else:
+            inside += [*step.buffer, step.node, *step.received]
     for node in reversed(inside):
         if node.op == "call_function" and not node.users and not node._erased:
             graph.erase_node(node)

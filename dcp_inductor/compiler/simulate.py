@@ -4,12 +4,15 @@
     for each receiver p:  received[p] = [chunk p of sent[r] for r in ranks]
                           merged[p]   = combine(received[p])
 
+All ranks run in lockstep, from one collective to the next; after the last only the
+receivers that are asked for go on.
+
 What the data should be and what the result means is proof.py's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from dcp_inductor.compiler.coverage import Coverage
+from dcp_inductor.compiler.exchange import Exchange, with_arguments
 from dcp_inductor.compiler.movement import constant_tensor, is_size
 from dcp_inductor.compiler.opaque import CantRun, is_kernel
 from dcp_inductor.compiler.opaque import run as run_kernel
@@ -64,34 +68,49 @@ class Simulation:
         partial_o ``[N, *o_shape]`` and partial_lse ``[N, *lse_shape]`` hold each
         rank's partials. Returns one Outcome a receiver. Raises CantSimulate.
         """
-        sent = [
-            self._pack(*partials)
+        values = [
+            self._partials(*partials)
             for partials in zip(partial_o, partial_lse, strict=True)
         ]
-        return [self._combine(sent, receiver) for receiver in receivers]
+        last = self.region.exchanges[-1]
+        running: Sequence[int] = range(self.region.num_ranks)
+        for step in self.region.steps:
+            if isinstance(step, Exchange):
+                running = receivers if step is last else running
+                self._exchange(step, values, running)
+                continue
+            for rank in running:
+                if step not in values[rank]:
+                    values[rank][step] = self._value(step, values[rank], rank)
+        for rank in running:
+            self.coverage.record(values[rank])
+        return [self._outcome(values[rank]) for rank in receivers]
 
-    def _pack(self, partial_o: Tensor, partial_lse: Tensor) -> list[Tensor]:
-        region = self.region
-        values = {
-            region.partial_o: _strided_like(partial_o, region.partial_o, self.sizes),
-            region.partial_lse: _strided_like(
-                partial_lse, region.partial_lse, self.sizes
-            ),
-        }
-        self._evaluate(region.pack, values)
-        return [values[exchange.sent] for exchange in region.exchanges]
+    def _partials(self, partial_o: Tensor, partial_lse: Tensor) -> dict[Node, Any]:
+        """What one rank starts with."""
+        given = (
+            (self.region.partial_o, partial_o),
+            (self.region.partial_lse, partial_lse),
+        )
+        return {node: _strided_like(data, node, self.sizes) for node, data in given}
 
-    def _combine(self, sent: list[list[Tensor]], receiver: int) -> Outcome:
-        region = self.region
-        values: dict[Node, Any] = {}
-        for place, exchange in enumerate(region.exchanges):
-            chunks = [_chunk(row[place], receiver, region.num_ranks) for row in sent]
+    def _exchange(
+        self,
+        exchange: Exchange,
+        values: list[dict[Node, Any]],
+        receivers: Sequence[int],
+    ) -> None:
+        """Give each of ``receivers`` what all ranks send it."""
+        sent = [known[exchange.sent] for known in values]
+        for receiver in receivers:
+            data = _received(exchange, sent, receiver)
             for node in exchange.received:
                 like: Tensor = node.meta["val"]
-                received = torch.cat(chunks).view(like.dtype)
-                values[node] = received.reshape(self.sizes.sizes(like.shape))
-        self._evaluate(region.combine, values)
-        self.coverage.record(values)
+                shape = self.sizes.sizes(like.shape)
+                values[receiver][node] = data.view(like.dtype).reshape(shape)
+
+    def _outcome(self, values: dict[Node, Any]) -> Outcome:
+        region = self.region
         return Outcome(
             values[region.merged].double().contiguous(),
             self._before_last_cast(values),
@@ -106,19 +125,17 @@ class Simulation:
             return None
         return values[merged.all_input_nodes[0]].double().contiguous()
 
-    def _evaluate(self, nodes: Iterable[Node], values: dict[Node, Any]) -> None:
-        for node in nodes:
-            if node not in values:
-                values[node] = self._value(node, values)
-
-    def _value(self, node: Node, values: dict[Node, Any]) -> Any:
+    def _value(self, node: Node, values: dict[Node, Any], rank: int) -> Any:
         if is_size(node):
             return self._concrete(node.meta["val"])
         if node.op == "get_attr":
             return _constant_value(node)
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
+        site = self.region.rank_site
+        own = {site.parameter: rank} if site and site.node is node else {}
         if is_kernel(node):
-            return _launched(node, self._concrete(kwargs))
+            return _launched(node, self._concrete(kwargs), own)
+        args = with_arguments(node, args, own) if own else args
         try:
             result = node.target(*self._concrete(args), **self._concrete(kwargs))  # type: ignore
         except Exception as error:
@@ -143,9 +160,11 @@ class Simulation:
         return value
 
 
-def _launched(node: Node, call: dict[str, Any]) -> dict[str, Tensor]:
+def _launched(
+    node: Node, call: dict[str, Any], changed: dict[str, int]
+) -> dict[str, Tensor]:
     try:
-        return run_kernel(call)
+        return run_kernel(call, changed)
     except CantRun as error:
         raise CantSimulate(f"{node.name}, a user kernel, {error}") from error
 
@@ -158,8 +177,18 @@ def casts_down(node: Node) -> bool:
     return source.dtype == torch.float32 and result.dtype.itemsize < 4
 
 
-def _chunk(sent: Tensor, receiver: int, num_ranks: int) -> Tensor:
-    return sent.reshape(-1).chunk(num_ranks)[receiver]
+def _received(exchange: Exchange, sent: Sequence[Tensor], receiver: int) -> Tensor:
+    """Contiguous, in the order in which the collective lays it down."""
+    num_ranks = len(sent)
+    if exchange.kind == "all_gather":
+        return torch.cat([tensor.reshape(-1) for tensor in sent])
+    if exchange.axis is None:
+        chunks = [tensor.reshape(-1).chunk(num_ranks)[receiver] for tensor in sent]
+    else:
+        chunks = [tensor.chunk(num_ranks, exchange.axis)[receiver] for tensor in sent]
+    if exchange.kind == "reduce_scatter":
+        return torch.stack(chunks).sum(0)
+    return torch.cat(chunks, exchange.axis or 0)
 
 
 def _strided_like(data: Tensor, node: Node, sizes: Assignment) -> Tensor:

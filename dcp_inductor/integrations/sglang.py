@@ -15,46 +15,23 @@ the server serves unfused.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dcp_inductor.config import Config
+from dcp_inductor.integrations import sglang_eager, sglang_flashinfer
+from dcp_inductor.integrations.on_import import when_imported
+from dcp_inductor.integrations.sglang_plan import Plan, plan_for
 from dcp_inductor.logs import integrations as log
 from dcp_inductor.report import Miss
 
 if TYPE_CHECKING:
-    import torch
-
     from dcp_inductor.runtime.workspace import Reservation
 
 _RUNNERS = "sglang.srt.model_executor.runner.base_runner"
 _TARGET = f"{_RUNNERS}.BaseRunner._pre_initialize_fi_a2a_workspace"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a server's exchanges will need; equal on all ranks of the DCP group.
-
-    max_tokens: B of the widest compiled decode batch. num_heads: H before the
-    exchange. host_group and torch_group: sglang's and torch's name of the group.
-    device: None for the current CUDA device.
-    """
-
-    host_group: str
-    torch_group: str
-    num_ranks: int
-    max_tokens: int
-    num_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: str | None
 
 
 def register() -> None:
@@ -63,10 +40,13 @@ def register() -> None:
     Imports nothing of sglang that the process doesn't import itself: tokenizers and
     detokenizers load plugins too.
     """
-    if not Config.from_env().enabled:
+    config = Config.from_env()
+    if not config.enabled:
         log.info("dcp_inductor is switched off (DCP_INDUCTOR=0)")
         return
     when_imported(_RUNNERS, _hook)
+    if config.eager_decode:
+        when_imported(sglang_eager.MODULE, sglang_eager.hook)
 
 
 @functools.cache
@@ -94,6 +74,8 @@ def after_workspaces(result: Any, runner: Any) -> None:
 
 def _uninstall() -> None:
     """Undo what an earlier runner of this process installed."""
+    sglang_eager.serve(None)
+    sglang_flashinfer.hide()
     inductor = sys.modules.get("dcp_inductor.integrations.inductor")
     if inductor is not None:
         inductor.uninstall()
@@ -133,7 +115,11 @@ def start(runner: Any) -> Reservation | Miss | None:
         dtype=plan.dtype,
         device=plan.device,
     )
-    install()
+    if plan.compiled:
+        install()
+    if plan.backend == "fi_a2a":
+        sglang_flashinfer.show(plan.host_group)
+    sglang_eager.serve(plan if plan.eager else None)
     return reservation
 
 
@@ -164,92 +150,10 @@ def _prepared(runner: Any) -> Plan | Miss:
     from dcp_inductor.compiler.fusion_pass import DcpFusionPass
 
     DcpFusionPass()
-    return plan_for(runner)
-
-
-def plan_for(runner: Any) -> Plan | Miss:
-    """What the compiled decode batches of a runner need, or why nothing is fused."""
-    from sglang.srt.runtime_context import get_parallel
-
-    for refuses in (_unfit_settings, _unfit_streams):
-        miss = refuses()
-        if miss is not None:
-            return miss
-    max_tokens = _widest_compiled_batch(runner)
-    if max_tokens is None:
-        return Miss("no decode batch is captured from a compiled model")
-    attention = next(filter(_is_mla, runner.model_runner.model.modules()), None)
-    if attention is None:
-        return Miss("the model has no MLA attention that exchanges heads")
-    group = get_parallel().dcp_group
-    device = runner.model_runner.device
-    return Plan(
-        group.unique_name,
-        group.device_group.group_name,
-        group.world_size,
-        max_tokens,
-        attention.num_local_heads * attention.dcp_size,
-        attention.kv_lora_rank,
-        runner.model_runner.dtype,
-        None if device == "cuda" else device,
-    )
-
-
-def _unfit_settings() -> Miss | None:
-    from sglang.srt.runtime_context import get_flags, get_parallel
-
-    if not get_flags().capture.enable_torch_compile:
-        return Miss(
-            "the server runs without --enable-torch-compile, so no graph is compiled"
-        )
-    backend = get_parallel().dcp_comm_backend
-    if backend != "a2a":
-        return Miss(
-            f"--dcp-comm-backend is {backend}; torch.compile sees the exchange of a2a"
-        )
-    return None
-
-
-def _unfit_streams() -> Miss | None:
-    """A workspace serves one capture stream."""
-    from sglang.srt.environ import envs
-    from sglang.srt.runtime_context import get_disagg, get_parallel
-
-    if get_disagg().enable_pdmux:
-        return Miss("--enable-pdmux captures on several streams at once")
-    if get_parallel().pp_size > 1 and envs.SGLANG_PP_PARALLEL_DEEPGEMM_WARMUP.get():
-        return Miss(
-            "SGLANG_PP_PARALLEL_DEEPGEMM_WARMUP warms pipeline stages up beside each "
-            "other"
-        )
-    return None
-
-
-def _widest_compiled_batch(runner: Any) -> int | None:
-    """Tokens of the largest decode batch that sglang compiles and captures."""
-    from sglang.srt.model_executor.runner.base_cuda_graph_runner import (
-        get_batch_sizes_to_capture,
-    )
-    from sglang.srt.runtime_context import get_exec
-
-    if get_exec().graph.cuda_graph_config is None:
-        return None
-    model_runner = runner.model_runner
-    tokens_per_request: int = model_runner.decode_num_tokens_per_req()
-    _, compiled = get_batch_sizes_to_capture(
-        model_runner,
-        tokens_per_request,
-        gathered_buffer_required=any(model_runner.decode_graph_gather_requirements()),
-    )
-    return max(compiled) * tokens_per_request if compiled else None
-
-
-def _is_mla(module: Any) -> bool:
-    return (
-        hasattr(module, "kv_lora_rank")
-        and hasattr(module, "num_local_heads")
-        and getattr(module, "dcp_size", 1) > 1
-    )
+    plan = plan_for(runner, Config.from_env())
+    if isinstance(plan, Plan) and plan.backend == "fi_a2a":
+        sglang_flashinfer.check()
+    return plan
 
 
 def _described(reservation: Reservation) -> str:
@@ -261,40 +165,3 @@ def _described(reservation: Reservation) -> str:
         f"{geometry.head_dim} ({geometry.dtype}), {num_slots} slots, "
         f"{reservation.nbytes / 2**20:.1f} MiB"
     )
-
-
-def when_imported(name: str, action: Callable[[], None]) -> None:
-    """Call ``action`` now if module ``name`` is imported, else right after it is."""
-    if name in sys.modules:
-        action()
-    else:
-        sys.meta_path.insert(0, _Waiting(name, action))
-
-
-class _Waiting(MetaPathFinder):
-    """Finds its one module as everybody would, and acts once it has been executed."""
-
-    def __init__(self, name: str, action: Callable[[], None]) -> None:
-        self.name = name
-        self.action = action
-
-    def find_spec(
-        self, fullname: str, path: Any, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != self.name:
-            return None
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                try:
-                    self.action()
-                except Exception:
-                    log.exception("dcp_inductor: its hook on %s failed", self.name)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
