@@ -1,119 +1,19 @@
-"""Timing that all benchmarks share: CUDA graphs of many calls, variants interleaved.
-
-What is timed and what the figures mean is each benchmark's.
-"""
+"""Where a benchmark's result goes. How things are measured is dcp_inductor/bench's."""
 
 from __future__ import annotations
 
 import json
 import os
-import statistics
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 
-CALLS = 60
-Call = Callable[[], Any]
-
-
-def start() -> tuple[int, int]:
-    """(rank, ranks) under torchrun, one GPU each, NCCL."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(
-        "nccl",
-        timeout=timedelta(seconds=120),
-        device_id=torch.device("cuda", torch.cuda.current_device()),
-    )
-    return dist.get_rank(), dist.get_world_size()
-
-
-def stop() -> None:
-    torch.cuda.synchronize()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def graph_of(call: Call, calls: int = CALLS) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of ``calls`` calls, after warm-up on a side stream."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
-
-
-def interleaved_us(
-    graphs: dict[str, torch.cuda.CUDAGraph], rounds: int = 30, calls: int = CALLS
-) -> dict[str, float]:
-    """Microseconds a call: the median over rounds, the largest over ranks.
-
-    Each round replays every graph once, so that clocks and neighbours weigh on all of
-    them alike. Ranks meet before each replay.
-    """
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    meet = torch.zeros(1, device="cuda")
-    begin = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
-    for _ in range(rounds):
-        for name, graph in graphs.items():
-            dist.all_reduce(meet)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(begin.elapsed_time(end) * 1e3 / calls)
-    medians = torch.tensor(
-        [statistics.median(values) for values in times.values()], device="cuda"
-    )
-    dist.all_reduce(medians, op=dist.ReduceOp.MAX)
-    return dict(zip(times, medians.tolist(), strict=True))
-
-
-def machine() -> dict[str, str]:
-    """What a figure must be read with."""
-    import triton
-
-    return {
-        "card": torch.cuda.get_device_name(),
-        "torch": str(torch.__version__),
-        "triton": triton.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-    }
+def folder() -> str:
+    """$BENCH_OUT, or the working directory."""
+    return os.environ.get("BENCH_OUT", ".")
 
 
 def save(name: str, payload: dict[str, Any]) -> None:
-    """Write ``name``.json into $BENCH_OUT (default: the working directory)."""
-    folder = Path(os.environ.get("BENCH_OUT", "."))
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(payload, indent=1))
-
-
-def chain(o: torch.Tensor, lse: torch.Tensor, n: int, group: str) -> torch.Tensor:
-    """The exchange in plain torch: payload bits, then LSE bits, to each peer in one
-    all-to-all; merge in base 2, guarded against empty shards."""
-    b, h, d = o.shape
-    shape = (n, b, h // n)
-    o_parts = o.view(b, n, h // n, d).transpose(0, 1).reshape(n, -1)
-    lse_parts = lse.view(b, n, h // n).transpose(0, 1).reshape(n, -1)
-    sent = torch.cat([o_parts, lse_parts.view(o.dtype)], 1)
-    received = dist._functional_collectives.all_to_all_single(sent, None, None, group)
-    payload = b * (h // n) * d
-    got_o = received[:, :payload].reshape(*shape, d).float()
-    got_lse = received[:, payload:].contiguous().view(torch.float32).view(*shape, 1)
-    top = got_lse.amax(0, keepdim=True)
-    top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
-    weight = torch.exp2(got_lse - top)
-    return ((got_o * weight).sum(0) / weight.sum(0).clamp(min=1.0)).to(o.dtype)
+    """Write ``name``.json into the folder."""
+    Path(folder()).mkdir(parents=True, exist_ok=True)
+    Path(folder(), f"{name}.json").write_text(json.dumps(payload, indent=1))

@@ -1,28 +1,37 @@
 """A decode step of 60 MLA layers in one CUDA graph, the pass off and on.
 
     torchrun --nproc-per-node 2 benchmarks/decode_step.py [--layers 60] [--context 8192]
+    torchrun --nproc-per-node 2 benchmarks/decode_step.py --model deepseek_v3
 
-A layer at DeepSeek-V3's latent sizes with 16 heads a rank: absorbed query projection,
-attention over this rank's half of the latent KV cache (plain torch), the exchange in
-plain torch, value up-projection, output projection, all-reduce. The layer's function
-is compiled once and called for each layer, as sglang's decode graphs are.
+By default a layer at DeepSeek-V3's latent sizes with 16 heads a rank: absorbed query
+projection, attention over this rank's half of the latent KV cache (plain torch), the
+exchange in plain torch, value up-projection, output projection, all-reduce. The layer's
+function is compiled once and called for each layer, as sglang's decode graphs are.
+
+``--model deepseek_v3`` is transformers' own model, 4 layers and 2048 tokens unless said
+otherwise, compiled as one graph: decode_transformers.py.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import chain, graph_of, interleaved_us, machine, save, start, stop
+from common import save
 
 import dcp_inductor
 from dcp_inductor import Config, DcpFusionPass
+from dcp_inductor.bench.chain import chain
+from dcp_inductor.bench.timing import graph_of, interleaved_us, machine, start, stop
 
 HIDDEN, LATENT, ROPE, VALUE = 2048, 512, 64, 128
 HEADS_PER_RANK = 16
 Weights = dict[str, torch.Tensor]
+# of one batch size: milliseconds with the pass off and on, and how far results differ
+Measure = Callable[[int], dict[str, Any]]
 
 
 def weights(n: int, batch: int, context: int, seed: int) -> Weights:
@@ -84,30 +93,69 @@ def measure(batch: int, args: argparse.Namespace, n: int) -> dict[str, Any]:
     return {f"{name}_ms": us[name] / 1e3 for name in us} | {"difference": off.item()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=60)
-    parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    args = parser.parse_args()
-    rank, n = start()
+def mla(args: argparse.Namespace, n: int) -> Measure:
+    """This file's own layers."""
     dcp_inductor.reserve(
         max_tokens=max(args.batches),
         num_heads=HEADS_PER_RANK * n,
         head_dim=LATENT,
         dtype=torch.bfloat16,
     )
-    rows = {batch: measure(batch, args, n) for batch in args.batches}
+    return lambda batch: measure(batch, args, n)
+
+
+def deepseek_v3(args: argparse.Namespace, n: int) -> Measure:
+    """transformers' model."""
+    from decode_transformers import sharded_model, steps_of
+
+    model, dcp = sharded_model(args.layers, args.context)
+    dcp.reserve(max(args.batches))
+
+    def measure(batch: int) -> dict[str, Any]:
+        steps = steps_of(model, dcp, batch, args.context)
+        results = {name: step().float() for name, step in steps.items()}
+        graphs = {name: graph_of(step, calls=1) for name, step in steps.items()}
+        torch._dynamo.reset()
+        us = interleaved_us(graphs, rounds=20, calls=1)
+        off = (results["on"] - results["off"]).norm() / results["off"].norm()
+        return {f"{name}_ms": us[name] / 1e3 for name in us} | {
+            "difference": off.item()
+        }
+
+    return measure
+
+
+# What prepares a model, its layers and its context if not said otherwise.
+MODELS: dict[str, tuple[Callable[..., Measure], int, int]] = {
+    "mla": (mla, 60, 8192),
+    "deepseek_v3": (deepseek_v3, 4, 2048),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="mla")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--context", type=int)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    args = parser.parse_args()
+    prepare, layers, context = MODELS[args.model]
+    args.layers, args.context = args.layers or layers, args.context or context
+    rank, n = start()
+    run = prepare(args, n)
+    rows = {batch: run(batch) for batch in args.batches}
     dcp_inductor.check()
     if rank == 0:
-        print(machine(), f"{n} ranks, {args.layers} layers, context {args.context}")
+        title = f"{n} ranks, {args.layers} layers, context {args.context}"
+        print(machine(), args.model, title)
         for batch, row in rows.items():
             saved = (row["off_ms"] - row["on_ms"]) * 1e3 / args.layers
             print(
                 f"B {batch:3d}: off {row['off_ms']:.3f} ms, on {row['on_ms']:.3f} ms, "
                 f"{saved:.2f} us a layer saved, results off {row['difference']:.1e}"
             )
-        save(f"decode_step_{n}", {"machine": machine(), "ranks": n, "rows": rows})
+        name = "decode_step" if args.model == "mla" else f"decode_step_{args.model}"
+        save(f"{name}_{n}", {"machine": machine(), "ranks": n, "rows": rows})
     stop()
 
 

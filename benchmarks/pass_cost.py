@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import chain
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dcp_inductor import Config, DcpFusionPass
+from dcp_inductor.bench.chain import chain
 from dcp_inductor.compiler.proof import forget_proofs
 
 BATCH, HEADS, HEAD_DIM, RANKS = 8, 32, 512, 2

@@ -1,8 +1,8 @@
 """The console script ``dcp-inductor``: a table of commands, and explain.
 
 What a command needs it imports itself, so that ``--help`` doesn't wait for torch. Exit
-statuses of every command: 0 all is right, 1 something isn't, 2 the input is unusable,
-130 interrupted.
+statuses of every command: 0 all is right, 1 something isn't, 2 the input is unusable
+(doctor: or no fused backend can run), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from rich.console import Console
 from rich.text import Text
 
 import dcp_inductor
+from dcp_inductor.bench import command as bench
 from dcp_inductor.demo.settings import DEVICES, DTYPES, LSE_MODES, DemoSettings
+from dcp_inductor.doctor import command as doctor
 from dcp_inductor.errors import BadInput, DcpError
 
 if TYPE_CHECKING:
@@ -280,5 +282,17 @@ COMMANDS: tuple[Command, ...] = (
         "Say which exchanges of a function are fused, and why others aren't.",
         _add_explain_options,
         _explain,
+    ),
+    Command(
+        "doctor",
+        "Say what runs on this machine, what doesn't and why, and what to do next.",
+        doctor.add_options,
+        doctor.run,
+    ),
+    Command(
+        "bench",
+        "Measure one exchange between GPUs beside its floors, or show a stored result.",
+        bench.add_options,
+        bench.run,
     ),
 )
