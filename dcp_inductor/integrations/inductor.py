@@ -76,7 +76,12 @@ def uninstall() -> None:
 
 def installed_passes() -> list[Any]:
     """The passes in the global hook, in the order in which they run."""
-    value = getattr(inductor_config, _HOOK)
+    return passes_in(_HOOK)
+
+
+def passes_in(hook: str) -> list[Any]:
+    """The passes in any of Inductor's global hooks, in order."""
+    value = getattr(inductor_config, hook)
     if value is None:
         return []
     if isinstance(value, PassChain):
