@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -22,11 +23,13 @@ def run_ranks(
     timeout_s: float = 120.0,
     env: dict[str, str] | None = None,
     per_rank_env: Callable[[int], dict[str, str]] | None = None,
+    dying: frozenset[int] = frozenset(),
 ) -> list[Any]:
     """``[fn(rank, num_ranks, *args) for rank in ranks]``, each in its own process.
 
-    fn and args must pickle. Raises AssertionError with the traceback of the first
-    rank that failed, or when the deadline passes.
+    fn and args must pickle. dying: ranks that fn ends; their result is None, and on the
+    others fn must destroy the process group itself. Raises AssertionError with the
+    traceback of the first rank that failed, or when the deadline passes.
     """
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -41,10 +44,12 @@ def run_ranks(
                     daemon=True,
                 )
             )
-        for process in processes:
-            process.start()
+        # Ranks are as many as there are cores already; read when torch is imported.
+        with mock.patch.dict(os.environ, {"TORCHINDUCTOR_COMPILE_THREADS": "1"}):
+            for process in processes:
+                process.start()
         try:
-            return _collect(processes, results, num_ranks, timeout_s)
+            return _collect(processes, results, num_ranks, timeout_s, dying)
         finally:
             for process in processes:
                 process.join(2)
@@ -54,16 +59,21 @@ def run_ranks(
 
 
 def _collect(
-    processes: list[Any], results: Any, num_ranks: int, timeout_s: float
+    processes: list[Any],
+    results: Any,
+    num_ranks: int,
+    timeout_s: float,
+    dying: frozenset[int],
 ) -> list[Any]:
-    found: dict[int, Any] = {}
+    found: dict[int, Any] = dict.fromkeys(dying)
     deadline = time.monotonic() + timeout_s
     while len(found) < num_ranks:
         try:
             rank, value, error = results.get(timeout=0.5)
         except queue.Empty:
             assert time.monotonic() < deadline, f"ranks {sorted(found)} ended, no other"
-            dead = [p.exitcode for p in processes if p.exitcode not in (None, 0)]
+            living = [p for rank, p in enumerate(processes) if rank not in dying]
+            dead = [p.exitcode for p in living if p.exitcode not in (None, 0)]
             assert not dead or not results.empty(), f"a rank died with {dead}"
             continue
         assert error is None, f"rank {rank} failed:\n{error}"

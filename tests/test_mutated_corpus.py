@@ -15,8 +15,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from corpus import Entry
+from fuzzing import fixed, many
 from harness import captured, copied, fake_world, run_ranks_in_lockstep
-from hypothesis import HealthCheck, Phase, assume, event, given, settings
+from hypothesis import assume, event, given
 from test_corpus import LSES, check_numbers, mark_batch, partials
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -34,18 +35,6 @@ _COLLECTIVES = (
 
 # What the sum of an fp32 merge may be off by, relative to its largest element.
 ROUNDING = 2e-5
-
-
-def _examples(number: int) -> settings:
-    return settings(
-        max_examples=number,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=[*HealthCheck],
-        # A failing example is small already; shrinking takes minutes.
-        phases=(Phase.explicit, Phase.generate),
-    )
 
 
 BASES = (
@@ -374,9 +363,7 @@ def _finite(lse: Tensor) -> Tensor:
     return torch.where(lse.isfinite(), lse, 0.0)
 
 
-@_examples(250)
-@given(data=st.data())
-def test_what_fuses_after_a_mutation_has_the_same_numbers(groups, data):
+def _check_mutation(groups: dict[str, Any], data: Any) -> None:
     entry = data.draw(st.sampled_from(BASES))
     base = _base(entry, groups)
     graph = base.mutable()
@@ -404,6 +391,20 @@ def test_what_fuses_after_a_mutation_has_the_same_numbers(groups, data):
             for rank in range(entry.num_ranks):
                 for got, wanted in zip(new[rank], old[rank], strict=True):
                     assert _same_numbers(got, wanted, eps, size), told
+
+
+@fixed(250)
+@given(data=st.data())
+def test_what_fuses_after_a_mutation_has_the_same_numbers(groups, data):
+    _check_mutation(groups, data)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@many(250)
+@given(data=st.data())
+def test_what_fuses_after_a_mutation_long(groups, data):
+    _check_mutation(groups, data)
 
 
 # ------------------------------------------------------------- mixes
@@ -448,12 +449,24 @@ def mixes(draw: Any) -> Entry:
     )
 
 
-@_examples(18)
-@given(entry=mixes())
-def test_any_mix_of_choices_fuses(groups, entry):
+def _check_mix(groups: dict[str, Any], entry: Entry) -> None:
     (pair, *_) = partials(entry, entry.num_tokens, LSES[0], 0)
     args = corpus.arguments(entry, *pair)
     mark_batch(entry, *args)
     found = captured(corpus.exchange(entry, groups[entry.group_key]), args)
     assert (found.num_ops, found.num_collectives) == (1, 0), found.reasons
     check_numbers(entry, found)
+
+
+@fixed(18)
+@given(entry=mixes())
+def test_any_mix_of_choices_fuses(groups, entry):
+    _check_mix(groups, entry)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@many(18)
+@given(entry=mixes())
+def test_any_mix_of_choices_fuses_long(groups, entry):
+    _check_mix(groups, entry)

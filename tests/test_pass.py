@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import dcp_inductor
 from dcp_inductor import Config, DcpFusionPass
 from dcp_inductor.compiler import fusion_pass as fusion_pass_module
+from dcp_inductor.compiler.proof import forget_proofs
 from dcp_inductor.errors import BadInput, FusionMissed
 from dcp_inductor.integrations.inductor import PassChain, installed_passes
 from dcp_inductor.merge import a2a_lse_reduce_reference
@@ -116,9 +117,17 @@ def test_config_reads_the_environment_and_refuses_nonsense(monkeypatch):
     monkeypatch.setenv("DCP_INDUCTOR_BACKEND", "Collective")
     monkeypatch.setenv("DCP_INDUCTOR_TIMEOUT_S", "2.5")
     monkeypatch.setenv("DCP_INDUCTOR_ON_MISS", "raise")
+    monkeypatch.setenv("DCP_INDUCTOR_AG_RS", "1")
+    monkeypatch.setenv("DCP_INDUCTOR_EAGER_DECODE", "on")
     assert Config.from_env() == Config(
-        backend="collective", timeout_s=2.5, on_miss="raise"
+        backend="collective",
+        timeout_s=2.5,
+        on_miss="raise",
+        ag_rs=True,
+        eager_decode=True,
     )
+    monkeypatch.setenv("DCP_INDUCTOR_AG_RS", "0")
+    assert not Config.from_env().ag_rs
     monkeypatch.setenv("DCP_INDUCTOR_BACKEND", "nccl")
     with pytest.raises(
         BadInput, match="'auto', 'symm_mem', 'flashinfer', 'collective'"
@@ -136,6 +145,8 @@ CHANGED = {
     "backend": "collective",
     "timeout_s": 1.0,
     "on_miss": "warn",
+    "ag_rs": True,
+    "eager_decode": True,
 }
 
 
@@ -144,6 +155,28 @@ def test_uuid_covers_every_field_of_config():
     uuids = {DcpFusionPass(Config()).uuid()}
     uuids |= {DcpFusionPass(Config(**{k: v})).uuid() for k, v in CHANGED.items()}
     assert len(uuids) == len(CHANGED) + 1
+
+
+def test_a_proof_doesnt_depend_on_the_default_dtype(fake_group):
+    """Hosts load models under bf16; probes of that width would hide an error."""
+    errors, args = [], inputs()
+    for dtype in (torch.float32, torch.bfloat16):
+        reports = []
+        forget_proofs()
+        fn = compile_with(
+            DcpFusionPass(Config(), reports.append),
+            lambda o, lse: packed(o, lse, 2),
+            fx_graph_cache=False,
+        )
+        torch._dynamo.reset()
+        torch.set_default_dtype(dtype)
+        try:
+            fn(*args)
+            assert torch.get_default_dtype() == dtype
+        finally:
+            torch.set_default_dtype(torch.float32)
+        errors.append(reports[0].findings[0].error)
+    assert errors[0] == errors[1] < 1e-6
 
 
 @pytest.mark.parametrize("what", ["source_hash", "_versions"])
