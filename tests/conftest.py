@@ -1,0 +1,14 @@
+"""How many processes run the tests; files aren't split, for their fixtures are shared."""
+
+from __future__ import annotations
+
+import os
+
+# Most tests compile on one core; some start processes of their own.
+_MOST_WORKERS = 4
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """0, this process alone, under torchrun: there, every rank runs every test."""
+    cores = len(os.sched_getaffinity(0))
+    return 0 if "LOCAL_RANK" in os.environ or cores < 2 else min(cores, _MOST_WORKERS)
