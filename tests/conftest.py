@@ -1,4 +1,4 @@
-"""How many processes run the tests; files aren't split, for their fixtures are shared."""
+"""How many processes run the tests. Files stay whole: their fixtures are shared."""
 
 from __future__ import annotations
 

@@ -328,3 +328,23 @@ def test_without_leave_it_stays_and_says_how_to_get_it(groups):
 def test_narrow_lses_arent_taken_for_an_exchange(groups):
     spelling = replace(PLAIN, sent=lambda lse: lse.bfloat16())
     assert compiled(spelling, groups).report.findings == ()
+
+
+def test_a_partial_that_changes_before_the_scatter_is_refused(groups, monkeypatch):
+    """The op would read it at the scatter's place; the correction read it before."""
+    look = DcpFusionPass.__call__
+
+    def change_then_look(self: DcpFusionPass, graph: torch.fx.Graph) -> None:
+        inputs = [n for n in graph.nodes if n.op == "placeholder"]
+        (o,) = [node for node in inputs if node.meta["val"].dim() == 3]
+        scatter = next(n for n in graph.nodes if "reduce_scatter" in str(n.target))
+        with graph.inserting_before(scatter):
+            change = graph.call_function(torch.ops.aten.mul_.Scalar, (o, 2.0))
+            change.meta["val"] = o.meta["val"]
+        look(self, graph)
+
+    monkeypatch.setattr(DcpFusionPass, "__call__", change_then_look)
+    found = compiled(replace(PLAIN, late=lambda out: out), groups)
+    assert found.num_ops == 0
+    (reason,) = found.reasons
+    assert "mutates a tensor between pack and merge" in reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,9 @@ def fake_group():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
+    # A graph that an earlier run has left in the cache would not ask the pass.
+    with inductor_config.patch(fx_graph_cache=False):
+        yield
     dist.destroy_process_group()
     torch._dynamo.reset()
 
@@ -316,3 +319,33 @@ def test_training_graphs_stay_right(fake_group):
     o.requires_grad_()
     fn(o, lse).backward()
     assert o.grad is not None
+
+
+def test_a_functionalized_subgraph_is_no_exchange() -> None:
+    """auto_functionalized_v2 also wraps higher-order ops, which have no schema."""
+    from dcp_inductor.compiler.exchange import find_exchanges
+    from dcp_inductor.compiler.gather_scatter import find_scatters
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    wrapped = torch.ops.higher_order.auto_functionalized_v2
+    subgraph = torch.ops.higher_order.cond
+    node = graph.call_function(wrapped, (subgraph,), {"_all_bases": [x]})
+    graph.output(node)
+    assert not hasattr(subgraph, "_schema")
+    assert not find_exchanges(graph)
+    assert not find_scatters(graph)
+
+
+def test_a_bug_in_reading_a_region_is_a_refusal(fake_group, monkeypatch) -> None:
+    from dcp_inductor.compiler import fusion_pass
+
+    def fail(self: Any, exchange: Any) -> Any:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(fusion_pass._Finders, "propose", fail)
+    reports: list[Any] = []
+    compile_with(DcpFusionPass(Config(), reports.append))(*inputs(), 2)
+    ((finding,),) = [report.findings for report in reports]
+    assert not finding.fused
+    assert finding.reason == "internal error: KeyError: 'a bug'"

@@ -184,7 +184,8 @@ def _read_mutable(kind: Kind, node: Node) -> Found:
     if node.target not in _FUNCTIONALIZED:
         return None
     op: Any = node.args[0]
-    names = MUTABLE_OPS.get(op._schema.name)
+    schema = getattr(op, "_schema", None)  # None: a subgraph that mutates its inputs.
+    names = None if schema is None else MUTABLE_OPS.get(schema.name)
     if names is None or names.kind != kind:
         return None
     written = [p.name for p in op._schema.arguments if p.alias_info is not None]

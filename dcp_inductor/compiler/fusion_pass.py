@@ -149,6 +149,12 @@ def _settle(graph: Graph, ag_rs: bool) -> Iterator[Finding]:
         except Stale:
             finder = _Finders(graph, ag_rs)
             continue
+        except Exception as error:  # As in _verdict: a bug is no dead compile.
+            log.exception("reading the region of %s failed", node.name)
+            settled.add(node)
+            reason = f"internal error: {type(error).__name__}: {error}"
+            yield Finding(node.name, exchange.group_name, 0, False, reason)
+            continue
         settled.update(member.node for member in proposal.exchanges)
         yield _attempt(graph, proposal)
 

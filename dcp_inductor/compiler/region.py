@@ -299,7 +299,7 @@ class RegionFinder:
 def mutated(flow: DataFlow, region: Region) -> Miss | None:
     """A miss if a mutation stands between the pack and the merged result."""
     nodes = flow.variables(chain(region.pack, region.combine))
-    places = [flow.place[n] for n in (*nodes, region.exchanges[0].node)]
+    places = [flow.place[n] for n in (*nodes, *(e.node for e in region.exchanges))]
     for node in flow.mutations:
         if min(places) < flow.place[node] < max(places):
             return Miss(f"{node.name} mutates a tensor between pack and merge")
