@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 # Most tests compile on one core; some start processes of their own.
 _MOST_WORKERS = 4
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """0, this process alone, under torchrun: there, every rank runs every test."""
     cores = len(os.sched_getaffinity(0))

@@ -272,6 +272,17 @@ def test_a_twisted_pack_keeps_its_meaning(comm, monkeypatch, tmp_path, twist):
         torch.testing.assert_close(now[0], was[0], rtol=2.0**-7, atol=1e-3)
 
 
+def test_a_pack_that_shifts_every_lse_is_refused(comm, monkeypatch, tmp_path):
+    """It cancels where all ranks run this pack; another rank may add another number."""
+    twist = LOADED, f"{LOADED} + 2.0"
+    kernels = _twisted(tmp_path, "_dcp_pack_a2a_send_kernel", *twist)
+    monkeypatch.setattr(comm, "dcp_pack_a2a_send", kernels.dcp_pack_a2a_send)
+    found = trace(comm, 4)
+    assert found.num_ops == 0
+    (reason,) = found.reasons
+    assert "a user kernel that packs, changes the LSE" in reason
+
+
 def _twisted(folder: Path, kernel: str, old: str, new: str) -> Any:
     """sglang's kernels with one line of one kernel changed, under their own names."""
     original = sglang_module("kernels.ops.attention.dcp_kernels")

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dcp_inductor.compiler.fingerprint import fingerprint
 from dcp_inductor.compiler.headmap import HeadMap, read_head_map
+from dcp_inductor.compiler.intact import changes_lse
 from dcp_inductor.compiler.layout import Layout, apply, layouts
 from dcp_inductor.compiler.movement import is_constant, is_mover, widens
 from dcp_inductor.compiler.plain import not_plain
@@ -151,6 +152,9 @@ def _judge(region: Region) -> Proof | Miss:
         if isinstance(read, Miss):
             return read
         maps.append(read)
+        changed = changes_lse(simulation)
+        if changed is not None:
+            return changed
     miss: Miss | None = None
     for layout in layouts(maps, simulations):
         verdict = layout if isinstance(layout, Miss) else _try(layout, simulations)

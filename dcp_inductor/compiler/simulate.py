@@ -57,6 +57,8 @@ class Simulation:
         self.region = region
         self.sizes = sizes
         self.coverage = Coverage(region)
+        # Of the last run, by rank: what it sent, all exchanges.
+        self.sent: list[list[Tensor]] = []
         self.o_shape = sizes.sizes(region.partial_o.meta["val"].shape)
         self.lse_shape = sizes.sizes(region.partial_lse.meta["val"].shape)
 
@@ -73,6 +75,7 @@ class Simulation:
             for partials in zip(partial_o, partial_lse, strict=True)
         ]
         last = self.region.exchanges[-1]
+        self.sent = [[] for _ in values]
         running: Sequence[int] = range(self.region.num_ranks)
         for step in self.region.steps:
             if isinstance(step, Exchange):
@@ -102,6 +105,8 @@ class Simulation:
     ) -> None:
         """Give each of ``receivers`` what all ranks send it."""
         sent = [known[exchange.sent] for known in values]
+        for kept, tensor in zip(self.sent, sent, strict=True):
+            kept.append(tensor)
         for receiver in receivers:
             data = _received(exchange, sent, receiver)
             for node in exchange.received:

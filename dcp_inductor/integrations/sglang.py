@@ -66,10 +66,13 @@ def after_workspaces(result: Any, runner: Any) -> None:
         log.warning("dcp_inductor: DCP exchanges stay unfused: %s", error)
         log.debug("the start of dcp_inductor failed", exc_info=True)
         return
-    if isinstance(started, Miss):
-        _say("dcp_inductor: DCP exchanges stay unfused: %s", started)
-    elif started is not None:
-        _say("dcp_inductor: fusing DCP exchanges, %s", _described(started))
+    try:
+        if isinstance(started, Miss):
+            _say("dcp_inductor: DCP exchanges stay unfused: %s", started)
+        elif started is not None:
+            _say("dcp_inductor: fusing DCP exchanges, %s", _described(started))
+    except Exception:  # All is settled by now: a line that fails changes nothing.
+        log.exception("dcp_inductor has started, and can't say how")
 
 
 def _uninstall() -> None:
