@@ -204,6 +204,22 @@ def start_parallel(
 
 
 @contextlib.contextmanager
+def _imported(modules: dict[str, Any]) -> Iterator[None]:
+    """These modules in place of those of their names. mock.patch.dict would also
+    forget whatever else is imported meanwhile, of torch too."""
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+@contextlib.contextmanager
 def flashinfer_of(exchange: Callable[..., Any]) -> Iterator[Any]:
     """A FlashInfer that has nothing but this exchange, and sglang's state for it."""
     comm = sglang_module("srt.layers.dcp.comm")
@@ -214,7 +230,7 @@ def flashinfer_of(exchange: Callable[..., Any]) -> Iterator[Any]:
     module.decode_cp_a2a_alltoall = exchange
     modules = {m.__name__: m for m in (package, package.comm, module)}
     with (
-        mock.patch.dict(sys.modules, modules),
+        _imported(modules),
         mock.patch.object(comm, "init_fi_a2a_workspace", return_value=None),
         mock.patch.object(
             comm, "_FI_A2A_STATE", {"workspace": torch.zeros(1), "cp_rank": 0}

@@ -30,6 +30,14 @@ from dcp_inductor.integrations import sglang_flashinfer
 from dcp_inductor.merge import a2a_lse_reduce_reference
 
 pytestmark = pytest.mark.sglang
+
+
+@pytest.fixture(autouse=True)
+def _host():
+    """Skips where sglang or triton is missing, before anything needs them."""
+    sglang_module("srt.layers.dcp.comm")
+
+
 SHAPE = (3, 8, 16)
 
 
@@ -51,7 +59,7 @@ def exchange(
 
 
 @pytest.fixture
-def shown():
+def shown(_host):
     with triton_target(), flashinfer_of(exchange) as module:
         sglang_flashinfer.show("dcp:0")
         yield module
