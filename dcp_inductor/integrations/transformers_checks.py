@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from dcp_inductor.config import Config
 from dcp_inductor.errors import BadInput, RanksDisagree
 from dcp_inductor.merge import PARTIAL_DTYPES
-from dcp_inductor.runtime.agreement import agree
+from dcp_inductor.runtime.agreement import agree, first_difference
 
 # What each of these layers sees, is in its mask; other kinds keep more than keys.
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -164,13 +164,13 @@ def require_alike(group: ProcessGroup, topic: str, mine: dict[str, Any]) -> None
     All ranks of the group call this; Config.timeout_s bounds the wait.
     """
     stated = agree(group, topic, mine, Config.from_env().timeout_s)
-    for name in mine:
-        of_ranks = [statement[name] for statement in stated]
-        if any(each != of_ranks[0] for each in of_ranks):
-            by_rank = ", ".join(f"rank {r}: {v}" for r, v in enumerate(of_ranks))
-            raise RanksDisagree(
-                f"The {topic} was asked for with another {name} on each rank "
-                f"({by_rank}). Each of {len(of_ranks)} ranks holds its share of the "
-                "tokens of the same sequences, so their caches must be alike: pass the "
-                "same prompts and the same max_cache_len on all ranks."
-            )
+    difference = first_difference(stated, mine)
+    if difference is not None:
+        name, of_ranks = difference
+        by_rank = ", ".join(f"rank {r}: {v}" for r, v in enumerate(of_ranks))
+        raise RanksDisagree(
+            f"The {topic} was asked for with another {name} on each rank "
+            f"({by_rank}). Each of {len(of_ranks)} ranks holds its share of the "
+            "tokens of the same sequences, so their caches must be alike: pass the "
+            "same prompts and the same max_cache_len on all ranks."
+        )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -74,15 +74,27 @@ def require_equal(
     group: ProcessGroup, statements: Sequence[Statement], names: Sequence[str]
 ) -> None:
     """Raise RanksDisagree, the same on every rank, unless all state the same."""
+    difference = first_difference(statements, names)
+    if difference is not None:
+        name, stated = difference
+        by_rank = ", ".join(f"rank {r}: {v!r}" for r, v in enumerate(stated))
+        raise RanksDisagree(
+            f"The ranks of group {group.group_name!r} differ in {name}: {by_rank}. "
+            "All ranks must run the same dcp_inductor with the same settings and "
+            "reserve the same shapes in the same order; make them equal."
+        )
+
+
+def first_difference(
+    statements: Sequence[Statement], names: Iterable[str]
+) -> tuple[str, list[Any]] | None:
+    """The first of ``names`` of which ranks state different things, and what each
+    states; or None."""
     for name in names:
         stated = [statement[name] for statement in statements]
         if any(value != stated[0] for value in stated):
-            by_rank = ", ".join(f"rank {r}: {v!r}" for r, v in enumerate(stated))
-            raise RanksDisagree(
-                f"The ranks of group {group.group_name!r} differ in {name}: {by_rank}. "
-                "All ranks must run the same dcp_inductor with the same settings and "
-                "reserve the same shapes in the same order; make them equal."
-            )
+            return name, stated
+    return None
 
 
 def first_objection(
