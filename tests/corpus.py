@@ -348,14 +348,14 @@ POWERS: dict[str, Power] = {
 Merge = Callable[[Tensor, Tensor, Power, str], tuple[Tensor, Tensor]]
 
 
-def _finite_max(top: Tensor) -> Tensor:
+def finite_max(top: Tensor) -> Tensor:
     return torch.where(top == -torch.inf, torch.zeros_like(top), top)
 
 
 # What stands between an LSE and a weight: (LSE, its max, power) -> weight
 GUARDS: dict[str, Callable[[Tensor, Tensor, Power], Tensor]] = {
     "none": lambda lse, top, p: p.power(lse - top),
-    "where": lambda lse, top, p: p.power(lse - _finite_max(top)),
+    "where": lambda lse, top, p: p.power(lse - finite_max(top)),
     "nan_to_num": lambda lse, top, p: torch.nan_to_num(p.power(lse - top), nan=0.0),
     "masked": lambda lse, top, p: p.power(lse - top).masked_fill(
         lse == -torch.inf, 0.0

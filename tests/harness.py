@@ -1,6 +1,6 @@
 """Compiles a function with the pass on and runs its graphs on N ranks in one process.
 
-What to compile is corpus.py's and near_misses.py's; what must come out is the tests'.
+What to compile is in corpus.py and near_misses/; what must come out is the tests'.
 
 NOTE [lockstep]
 ``captured`` stops Inductor after its post-grad passes and keeps the graph from before
