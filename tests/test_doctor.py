@@ -201,7 +201,7 @@ def test_no_peer_access(cards, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a < b)
     assert main(["doctor"]) == 2
     text = words(capsys)
-    assert "symm_mem: no, the cards of ranks 1 and 0 have no peer access" in text
+    assert "symm_mem: no, the cards of ranks 0 and 1 have no peer access" in text
     assert "no peer access, 18 NVLinks: 0-1" in text
 
 
@@ -245,6 +245,53 @@ def test_what_the_environment_asks_for(
     )
     assert main(["doctor"]) == status
     assert says in words(capsys)
+
+
+class Driver:
+    """libcuda's three functions that are called. fails: the one that does."""
+
+    def __init__(self, attributes, fails=""):
+        self.attributes, self.fails = attributes, fails
+
+    def cuInit(self, flags):
+        return 3 if self.fails == "cuInit" else 0
+
+    def cuDeviceGet(self, card, index):
+        card._obj.value = 70 + index
+        return 101 if self.fails == "cuDeviceGet" else 0
+
+    def cuDeviceGetAttribute(self, answer, attribute, card):
+        answer._obj.value = self.attributes.get((card.value, attribute), 0)
+        return 1 if self.fails == "cuDeviceGetAttribute" else 0
+
+
+def test_multicast_is_the_drivers_word(monkeypatch):
+    attributes = {(71, 132): 1, (70, 131): 1}
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: Driver(attributes))
+    assert [machine._multicast(index) for index in range(2)] == [False, True]
+
+
+@pytest.mark.parametrize("fails", ["cuInit", "cuDeviceGet", "cuDeviceGetAttribute"])
+def test_a_driver_that_doesnt_answer(monkeypatch, fails):
+    driver = Driver({(70, 132): 1}, fails)
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: driver)
+    assert machine._multicast(0) is None
+
+
+def test_looking_leaves_the_symmetric_memory_backend_free():
+    """torch lets it be changed until its first use, and some looks at it are one."""
+    code = """
+from torch._C._distributed_c10d import _SymmetricMemory as memory
+from dcp_inductor.doctor import machine
+machine.cards(), machine.links(), machine.symmetric_memory(), machine._multicast(0)
+memory.set_backend("NCCL")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    if "does not find allocation backend" in done.stderr:
+        pytest.skip("this build of torch has no NCCL symmetric memory")
+    assert done.returncode == 0, done.stderr
 
 
 # --- this process

@@ -19,6 +19,9 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from dcp_inductor import Config
+from dcp_inductor.doctor.checkup import Need
+from dcp_inductor.doctor.examine import examine
 from dcp_inductor.errors import BackendUnavailable
 from dcp_inductor.merge import a2a_lse_reduce_reference
 from dcp_inductor.runtime.backends import flashinfer, flashinfer_op
@@ -110,6 +113,32 @@ def test_no_flashinfer(monkeypatch):
     assert flashinfer_op.installed_op() == "FlashInfer isn't installed"
 
 
+@pytest.fixture
+def not_imported():
+    """No module of FlashInfer is imported; afterwards those that were."""
+
+    def take_out():
+        names = [name for name in sys.modules if name.split(".")[0] == "flashinfer"]
+        return {name: sys.modules.pop(name) for name in names}
+
+    before = take_out()
+    yield
+    take_out()
+    sys.modules.update(before)
+
+
+@pytest.mark.usefixtures("not_imported")
+@pytest.mark.parametrize("error", ["ImportError('no cuda')", "OSError('no libmpi')"])
+def test_a_flashinfer_that_cant_be_imported_has_no_size(tmp_path, monkeypatch, error):
+    package = stand_in.write(tmp_path, module=f"{stand_in.MODULE}\nraise {error}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert isinstance(op_in(package), InstalledOp)
+    with pytest.raises(BackendUnavailable, match=r"can't be imported here: .*no "):
+        FlashInfer().slot_bytes(GEOMETRY)
+    rows = {row.name: row for row in examine(Need(2), Config()).backends}
+    assert rows["flashinfer"].total_bytes is None
+
+
 # --- blockers: docs/backends.md has them in this order
 
 
@@ -120,6 +149,7 @@ def machine(monkeypatch):
         "op": OP,
         "capability": (9, 0),
         "nccl": (2, 30, 7),
+        "devcomm": True,
         "group": "nccl",
     }
     monkeypatch.setattr(flashinfer, "installed_op", lambda: found["op"])
@@ -129,6 +159,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(
         torch.cuda.nccl, "version", lambda: found["nccl"], raising=False
     )
+    monkeypatch.setattr(flashinfer, "torch_gives_devcomm", lambda: found["devcomm"])
     return found
 
 
@@ -144,6 +175,7 @@ BLOCKERS = [
     ("capability", (13, 0), "compute capability 13.0"),
     ("op", replace(OP, missing_headers=("torch/x.hpp",)), "has no torch/x.hpp"),
     ("nccl", (2, 28, 9), "NCCL 2.28.9; device communicators need 2.29"),
+    ("devcomm", False, "its headers don't define NCCL_HAS_DEVCOMM"),
     ("group", "gloo", "the group communicates by gloo"),
 ]
 
@@ -159,11 +191,25 @@ def test_each_blocker_of_a_rank(machine, what, value, why):
     assert why in unavailable()
 
 
-@pytest.mark.parametrize("what", ["nccl", "group"])
-def test_an_op_without_device_communicators_needs_none(machine, what):
+@pytest.mark.parametrize(
+    ("what", "value"), [("nccl", (2, 26, 0)), ("devcomm", False), ("group", "gloo")]
+)
+def test_an_op_without_device_communicators_needs_none(machine, what, value):
     machine["op"] = replace(OP, needs_devcomm=False)
-    machine[what] = {"nccl": (2, 26, 0), "group": "gloo"}[what]
+    machine[what] = value
     assert FlashInfer().unavailable(group_of(machine["group"]), CUDA) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "gives"),
+    [("#define NCCL_HAS_DEVCOMM", True), ("#define NCCL_HAS_SYMMEM", False), (None, 0)],
+)
+def test_torchs_headers_say_whether_it_gives_them(tmp_path, text, gives):
+    header = tmp_path / flashinfer_op._DEVCOMM_HEADER
+    if text is not None:
+        header.parent.mkdir(parents=True)
+        header.write_text(text)
+    assert flashinfer_op.torch_gives_devcomm(tmp_path) == gives
 
 
 def test_without_a_group_its_backend_is_no_blocker(machine):

@@ -24,11 +24,13 @@ from dcp_inductor.merge import a2a_lse_reduce_reference
 from dcp_inductor.runtime.backends import flashinfer as backend
 from dcp_inductor.runtime.backends.flashinfer import FlashInfer
 from dcp_inductor.runtime.backends.flashinfer_op import (
+    DEVCOMM,
     OP,
     SCHEMA,
     SIGNATURES,
     InstalledOp,
     installed_op,
+    torch_gives_devcomm,
 )
 from dcp_inductor.runtime.call import ExchangeCall, Geometry
 
@@ -61,6 +63,15 @@ def test_what_the_released_op_does(op):
 
 def test_this_torch_has_the_headers(op):
     assert op.missing_headers == ()
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    assert torch_gives_devcomm() == (version >= (2, 14))
+
+
+def test_without_device_communicators_it_is_compiled_empty(kernel):
+    body = kernel[kernel.index("at::Tensor dcp_lse_reduce(") :]
+    first, last = body.splitlines()[3:4], body[: body.index("#else")]
+    assert first == [f"#ifdef {DEVCOMM}"]
+    assert "return output;" in last
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

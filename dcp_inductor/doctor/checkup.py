@@ -26,7 +26,11 @@ class Need:
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU that this process sees. multicast: NVLink multicast, None: not known."""
+    """A GPU that this process sees.
+
+    multicast: whether card and driver have NVLink multicast, used or not; None: not
+    known.
+    """
 
     index: int
     name: str

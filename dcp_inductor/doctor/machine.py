@@ -2,10 +2,15 @@
 
 Looks without a GPU, a driver or triton too. Nothing is allocated on a card, and the
 process's symmetric-memory backend is read, not set.
+
+NOTE [multicast]
+torch's own has_multicast_support() counts as a use of symmetric memory, after which
+its backend can't be changed any more; so the driver is asked.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import itertools
@@ -15,6 +20,9 @@ import torch
 
 import dcp_inductor
 from dcp_inductor.doctor.checkup import Card, Link
+
+# CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED of cuda.h.
+_MULTICAST = 132
 
 
 def version_of(distribution: str) -> str | None:
@@ -74,13 +82,18 @@ def cards() -> list[Card]:
 
 
 def _multicast(index: int) -> bool | None:
+    """Whether the driver says so: NOTE [multicast]. None where it doesn't answer."""
     try:
-        from torch._C._autograd import DeviceType
-        from torch._C._distributed_c10d import _SymmetricMemory
-
-        return bool(_SymmetricMemory.has_multicast_support(DeviceType.CUDA, index))
-    except (ImportError, AttributeError, RuntimeError):
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
         return None
+    card, answer = ctypes.c_int(), ctypes.c_int()
+    answered = (
+        driver.cuInit(0) == 0
+        and driver.cuDeviceGet(ctypes.byref(card), index) == 0
+        and driver.cuDeviceGetAttribute(ctypes.byref(answer), _MULTICAST, card) == 0
+    )
+    return bool(answer.value) if answered else None
 
 
 def links() -> list[Link]:

@@ -42,10 +42,12 @@ from dcp_inductor.logs import runtime as log
 from dcp_inductor.merge import LSE_MODES, LseMode, a2a_lse_reduce_reference
 from dcp_inductor.runtime.backends.collective import Collective
 from dcp_inductor.runtime.backends.flashinfer_op import (
+    DEVCOMM,
     OP,
     SCHEMA,
     InstalledOp,
     installed_op,
+    torch_gives_devcomm,
 )
 from dcp_inductor.runtime.call import ExchangeCall, Geometry
 
@@ -122,11 +124,16 @@ class FlashInfer:
         return None
 
     def slot_bytes(self, geometry: Geometry) -> int:
-        """What FlashInfer says itself. Raises BackendUnavailable without it."""
+        """What FlashInfer says itself. Raises BackendUnavailable where it can't."""
         op = installed_op()
         if isinstance(op, str):
             raise BackendUnavailable(op)
-        module = importlib.import_module(op.module)
+        try:
+            module = importlib.import_module(op.module)
+        except Exception as error:
+            raise BackendUnavailable(
+                f"FlashInfer can't be imported here: {type(error).__name__}: {error}"
+            ) from error
         return getattr(module, f"{OP}_workspace_size")(*_sizes(geometry))
 
     def allocate(
@@ -186,6 +193,12 @@ def _blocked_by_torch(
         return (
             f"torch is built with NCCL {'.'.join(map(str, version))}; device "
             f"communicators need {'.'.join(map(str, _LEAST_NCCL))}"
+        )
+    if not torch_gives_devcomm():
+        return (
+            f"torch {torch.__version__} doesn't give extensions NCCL's device "
+            f"communicators (its headers don't define {DEVCOMM}), without which "
+            "FlashInfer's kernel is compiled empty"
         )
     if group is not None and group._get_backend(device).name() != "nccl":
         return (

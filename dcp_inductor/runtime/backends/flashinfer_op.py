@@ -11,7 +11,8 @@ the whole process, needs NCCL's device communicators, and packed inputs. A comin
 names and the same schema. So each of the three is looked for by itself:
 
     sets the backend        a call of ``set_backend`` in the Python module
-    device communicators    NCCL_HAS_DEVCOMM in the CUDA source
+    device communicators    NCCL_HAS_DEVCOMM in the CUDA source; torch defines it, or
+                            what is behind it isn't compiled
     packed inputs           ``partial_o must be contiguous`` in the CUDA source
 
 What can't be read counts as there: a wrong "no" would break others, a wrong "yes" only
@@ -53,6 +54,9 @@ SCHEMA = (
 _KERNEL = "csrc/dcp_lse_reduce.cu"
 _KERNEL_HEADER = "include/flashinfer/comm/dcp_lse_reduce.cuh"
 _INCLUDE = re.compile(r"#include <(torch/[^>]+)>")
+_TORCH_INCLUDE = Path(torch.__file__).parent / "include"
+DEVCOMM = "NCCL_HAS_DEVCOMM"
+_DEVCOMM_HEADER = "torch/csrc/distributed/c10d/symm_mem/nccl_dev_cap.hpp"
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ def _read(package: Path) -> InstalledOp | str:
     return InstalledOp(
         f"flashinfer.comm.{path.stem}",
         _calls(tree, "set_backend"),
-        source is None or "NCCL_HAS_DEVCOMM" in source,
+        source is None or DEVCOMM in source,
         source is None or "partial_o must be contiguous" in source,
         () if source is None else _missing_headers(source),
         _hash([path, kernel, package / "data" / _KERNEL_HEADER]),
@@ -156,9 +160,20 @@ def _calls(tree: ast.Module, name: str) -> bool:
 
 
 def _missing_headers(source: str) -> tuple[str, ...]:
-    include = Path(torch.__file__).parent / "include"
     headers = _INCLUDE.findall(source)
-    return tuple(header for header in headers if not (include / header).exists())
+    return tuple(name for name in headers if not (_TORCH_INCLUDE / name).exists())
+
+
+@functools.cache
+def torch_gives_devcomm(include: Path = _TORCH_INCLUDE) -> bool:
+    """Whether this torch lets extensions have NCCL's device communicators.
+
+    Its NCCL may have them and its headers not. A torch without this header has none.
+    """
+    try:
+        return DEVCOMM in (include / _DEVCOMM_HEADER).read_text()
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _hash(paths: list[Path]) -> str:
