@@ -31,11 +31,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._inductor.utils import fresh_cache
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from dcp_inductor.bench.sglang import capture, stand_in_for_notebooks
 from dcp_inductor.bench.timing import interleaved_us, machine, start, stop
+from dcp_inductor.compiler.proof import forget_proofs
 
 SHAPES: dict[str, dict[str, Any]] = {
     "v2-lite": {
@@ -131,8 +133,11 @@ def copies_query(q: Any, k: Any, q_rope: Any, k_rope: Any, layer: Any) -> Any:
     return q.clone(), q_rope[..., 0].float().contiguous()
 
 
-class Steps:
-    """One batch size's decode step: compiled, captured, timed to its first call."""
+class Step:
+    """One batch size's decode step: compiled, captured, timed to its first call.
+
+    Its inputs are what its graph reads, so it must live as long as the graph.
+    """
 
     def __init__(self, model: Any, batch: int, stream: torch.cuda.Stream) -> None:
         from sglang_decoder import attention_backend, decode_batch
@@ -143,8 +148,9 @@ class Steps:
         self.forward_batch.positions = torch.arange(batch, device="cuda")
         self.backend = attention_backend(copies_query)
 
-    def captured(self) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, float]:
-        """The graph, its logits, and the seconds of the first call."""
+    @contextmanager
+    def _compiled(self) -> Iterator[Callable[[], torch.Tensor]]:
+        """Nothing is left of earlier compilations, in memory or on disk."""
         from sglang.srt.compilation import torch_compile_decoration
         from sglang.srt.model_executor.forward_context import (
             ForwardContext,
@@ -153,9 +159,11 @@ class Steps:
         from sglang.srt.runtime_context import get_parallel
 
         torch._dynamo.reset()
+        forget_proofs()
         inputs = self.forward_batch
         context = ForwardContext(attn_backend=self.backend)
         with (
+            fresh_cache(),
             torch_compile_decoration.patch_model(
                 self.model,
                 True,
@@ -165,17 +173,27 @@ class Steps:
             forward_context(context, forward_batch=inputs),
             torch.no_grad(),
         ):
+            yield (
+                lambda: (
+                    forward(
+                        inputs.input_ids, inputs.positions, inputs
+                    ).next_token_logits
+                )
+            )
 
-            def call() -> torch.Tensor:
-                out = forward(inputs.input_ids, inputs.positions, inputs)
-                return out.next_token_logits
-
+    def first_call_s(self) -> float:
+        """Seconds of the first call, most of which compiles."""
+        with self._compiled() as call:
             begin = time.perf_counter()
             call()
             torch.cuda.synchronize()
-            compile_s = time.perf_counter() - begin
-            graph, logits = capture(call, self.stream)
-        return graph, logits, compile_s
+            return time.perf_counter() - begin
+
+    def captured(self) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """The step as sglang's runner captures it, and its logits ``[B, vocab]``."""
+        with self._compiled() as call:
+            call()
+            return capture(call, self.stream)
 
 
 def set_pass(variant: str, model: Any) -> float:
@@ -185,7 +203,7 @@ def set_pass(variant: str, model: Any) -> float:
     from dcp_inductor.integrations import sglang as plugin
 
     if variant == "off":
-        plugin._uninstall()
+        plugin.stop()
         return 0.0
     begin = time.perf_counter()
     with mock.patch.dict(os.environ, DCP_INDUCTOR="1"):
@@ -198,40 +216,57 @@ def set_pass(variant: str, model: Any) -> float:
 
 
 def measure(
-    name: str, batches: list[int], layers: int | None, say: Callable[..., None]
+    name: str, args: argparse.Namespace, say: Callable[..., None]
 ) -> dict[str, Any]:
     """ms a step of each batch size and variant, and whether their logits agree."""
     from sglang.srt.distributed.parallel_state import graph_capture
     from sglang.srt.model_executor.runner_utils import pool
 
     shape = {**SHAPES[name]}
-    if layers is not None:
-        shape["num_hidden_layers"] = layers
+    if args.layers is not None:
+        shape["num_hidden_layers"] = args.layers
+    layers = shape["num_hidden_layers"]
     model = make_model(shape)
-    rows: dict[str, Any] = {}
+    found: dict[str, Any] = {"layers": layers, "batches": {}}
     stream = pool.get_or_create_global_graph_capture_stream()
-    for batch in sorted(batches, reverse=True):
-        graphs, logits, compile_s, start_s = {}, {}, {}, 0.0
-        for variant in VARIANTS:
+    for batch in sorted(args.batches, reverse=True):
+        start_s, graphs, logits = 0.0, {}, {}
+        steps = {variant: Step(model, batch, stream) for variant in VARIANTS}
+        for variant, step in steps.items():
             start_s = set_pass(variant, model)
             with graph_capture(stream=stream):
-                step = Steps(model, batch, stream)
-                graphs[variant], logits[variant], compile_s[variant] = step.captured()
+                graphs[variant], logits[variant] = step.captured()
         us = interleaved_us(graphs, rounds=50, calls=1)
         for graph in graphs.values():
             graph.replay()
         torch.cuda.synchronize()
         on, off = logits["on"].float(), logits["off"].float()
-        rows[str(batch)] = {
+        found["batches"][str(batch)] = row = {
             "ms": {variant: value / 1e3 for variant, value in us.items()},
-            "us_saved_a_layer": (us["off"] - us["on"]) / shape["num_hidden_layers"],
-            "first_call_s": compile_s,
+            "us_saved_a_layer": (us["off"] - us["on"]) / layers,
             "plugin_start_s": start_s,
             "logits_off": ((on - off).norm() / off.norm()).item(),
             "tokens_equal": bool((on.argmax(-1) == off.argmax(-1)).all()),
         }
-        say(name, f"{shape['num_hidden_layers']} layers", "B", batch, rows[str(batch)])
-    return {"layers": shape["num_hidden_layers"], "batches": rows}
+        say(name, f"{layers} layers", "B", batch, row)
+    if args.compiles:
+        found["first_call_s"] = seconds = {variant: [] for variant in VARIANTS}
+        for variant, spent in first_calls(model, batch, stream, args.compiles):
+            seconds[variant].append(spent)
+            say(name, "B", batch, "first call", variant, f"{spent:.1f} s")
+    return found
+
+
+def first_calls(
+    model: Any, batch: int, stream: torch.cuda.Stream, times: int
+) -> Iterator[tuple[str, float]]:
+    """Variants in turn and the seconds of their first calls; after one that warms up."""
+    step = Step(model, batch, stream)
+    set_pass("off", model)
+    step.first_call_s()
+    for variant in VARIANTS * times:
+        set_pass(variant, model)
+        yield variant, step.first_call_s()
 
 
 def main() -> None:
@@ -239,6 +274,12 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=SHAPES, default=[*SHAPES])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--layers", type=int, help="instead of each model's own number")
+    parser.add_argument(
+        "--compiles",
+        type=int,
+        default=0,
+        help="also time this many first calls of each variant, at the least batch",
+    )
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args()
     rank, num_ranks = start()
@@ -253,7 +294,7 @@ def main() -> None:
     torch_compile_decoration.set_torch_compile_config()
     found: dict[str, Any] = {"machine": machine(), "ranks": num_ranks}
     for name in args.model:
-        found[name] = measure(name, args.batches, args.layers, say)
+        found[name] = measure(name, args, say)
         torch.cuda.empty_cache()
         dist.barrier()
     if rank == 0 and args.json is not None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dcp_inductor.compiler.fusion_pass import DcpFusionPass
     from dcp_inductor.config import Config
     from dcp_inductor.integrations.inductor import explain, install, uninstall
-    from dcp_inductor.op import a2a_lse_reduce
+    from dcp_inductor.integrations.public_op import a2a_lse_reduce
     from dcp_inductor.report import Report
     from dcp_inductor.runtime.groups import alias_group
     from dcp_inductor.runtime.workspace import check, reserve
@@ -24,7 +24,7 @@ _HOME = {
     "Config": "config",
     "DcpFusionPass": "compiler.fusion_pass",
     "Report": "report",
-    "a2a_lse_reduce": "op",
+    "a2a_lse_reduce": "integrations.public_op",
     "alias_group": "runtime.groups",
     "explain": "integrations.inductor",
     "install": "integrations.inductor",

@@ -36,7 +36,8 @@ from dcp_inductor.errors import BadInput, UnknownGroup
 from dcp_inductor.merge import LseMode, check_lse_mode, merge
 from dcp_inductor.runtime import rollcall, workspace
 from dcp_inductor.runtime.call import ExchangeCall, check_partials
-from dcp_inductor.runtime.groups import group_name_of, resolve_group
+from dcp_inductor.runtime.caller import find_caller
+from dcp_inductor.runtime.groups import group_name_of, known_groups, resolve_group
 
 _ARGS = (
     "Tensor partial_o, Tensor partial_lse, str group_name, int cp_size, str lse_mode"
@@ -82,11 +83,18 @@ def a2a_lse_reduce(
     B must be the same on every rank. B = 0 communicates nothing. The merge rule is
     NOTE [merge rule] of merge.py.
     """
-    name = group_name_of(group)
-    args = (partial_o, partial_lse, name, resolve_group(name).size(), lse_mode)
+    args = (partial_o, partial_lse, *_name_and_size(group), lse_mode)
     if return_lse:
         return torch.ops.dcp_inductor.a2a_lse_reduce_with_lse(*args)
     return torch.ops.dcp_inductor.a2a_lse_reduce(*args)
+
+
+@torch.compiler.assume_constant_result
+def _name_and_size(group: ProcessGroup | str | None) -> tuple[str, int]:
+    """What stands for a group in a graph. A compiled call that finds a group of another
+    size under the name raises BadInput."""
+    name = group_name_of(group)
+    return name, resolve_group(name).size()
 
 
 def rank_in_group(group_name: str) -> int | None:
@@ -95,6 +103,11 @@ def rank_in_group(group_name: str) -> int | None:
         return resolve_group(group_name).rank()
     except UnknownGroup:
         return None
+
+
+def ranks_in_groups() -> tuple[tuple[str, int | None], ...]:
+    """This process's rank in each group that it knows, by each name of the group."""
+    return tuple((name, rank_in_group(name)) for name in known_groups())
 
 
 def _run(
@@ -119,9 +132,12 @@ def _run(
         cp_size,
         lse_mode,
     )
-    if signature not in known.accepted:
+    kind = known.accepted.get(signature)
+    if kind is None:
         _check(partial_o, partial_lse, group, group_name, cp_size, lse_mode)
-        known.accepted.add(signature)
+        _, num_heads, head_dim = partial_o.shape
+        kind = num_heads, head_dim, partial_o.dtype, partial_o.device
+        known.accepted[signature] = kind
     if partial_lse.dim() == 3:
         partial_lse = partial_lse.squeeze(-1)
     if cp_size == 1 or partial_o.shape[0] == 0:
@@ -137,8 +153,10 @@ def _run(
             with_lse,
             lane,
             site,
+            find_caller(),
         ),
         known,
+        kind,
     )
 
 

@@ -13,18 +13,20 @@ class Miss:
     """A refusal, with its reason. Falsy, so ``found or miss`` chains read well.
 
     exchange: the collective's node, as ``all_to_all_single on group '0'``; "" until
-    the pass has attached it.
+    the pass has attached it. transient: this moment's and this machine's reason, not
+    the graph's; another rank, or the next compilation, may fuse.
     """
 
     reason: str
     exchange: str = ""
+    transient: bool = False
 
     def __bool__(self) -> bool:
         return False
 
     def at(self, exchange: str) -> Miss:
         """The same reason, attached to the exchange that was refused."""
-        return Miss(self.reason, exchange)
+        return Miss(self.reason, exchange, self.transient)
 
     def __str__(self) -> str:
         return f"{self.exchange}: {self.reason}" if self.exchange else self.reason
@@ -38,7 +40,8 @@ class Finding:
     num_ranks: N; 0 where a host's op names a group alone and nothing was proposed for
     it. lse_mode, error, tolerance: of the proof, None where there was none; both are
     relative, on ordinary LSEs; probes beyond them have their own tolerance.
-    from_memo: the same region was proved before in this process.
+    from_memo: the same region was proved before in this process. transient: as a
+    Miss is.
     """
 
     exchange: str
@@ -51,6 +54,7 @@ class Finding:
     tolerance: float | None = None
     with_lse: bool = False
     from_memo: bool = False
+    transient: bool = False
 
     def __str__(self) -> str:
         size = f", {self.num_ranks} ranks" if self.num_ranks else ""
@@ -116,7 +120,7 @@ class Report:
     def refused(self) -> list[Miss]:
         """The exchanges that were left as they are, each with its reason."""
         return [
-            Miss(finding.reason, finding.exchange)
+            Miss(finding.reason, finding.exchange, finding.transient)
             for finding in self.exchanges
             if not finding.fused
         ]

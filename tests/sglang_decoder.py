@@ -7,6 +7,9 @@ the functions.
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -48,11 +51,50 @@ _TINY = {
 }
 
 
+def stand_in_for_structs() -> None:
+    """Dataclasses in place of what sglang's layers make while they are traced.
+
+    Those are msgspec's structs, which Dynamo can construct from torch 2.12 on. Called
+    after the layers are imported; does nothing where Dynamo needs nothing.
+    """
+    if torch.__version__ >= torch.torch_version.TorchVersion("2.12"):
+        return
+    package = "sglang.srt.layers.layer_boundary"
+    twins: dict[type, type] = {}
+    for module_name, names in (
+        ("residual.stream", ("DeclaredSum", "Contribution", "OwedOutput")),
+        ("output", ("UnreducedOutput",)),
+    ):
+        module = importlib.import_module(f"{package}.{module_name}")
+        structs = [getattr(module, name) for name in names]
+        twins |= {struct: _dataclass_of(struct) for struct in structs}
+    modules = [m for name, m in sys.modules.items() if name.startswith(package)]
+    for module in modules:
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, type) and value in twins:
+                setattr(module, name, twins[value])
+
+
+def _dataclass_of(struct: type) -> type:
+    """A dataclass with a struct's fields, defaults and methods."""
+    import msgspec
+
+    fields = [
+        (field.name, Any)
+        if field.default is msgspec.NODEFAULT
+        else (field.name, Any, dataclasses.field(default=field.default))
+        for field in msgspec.structs.fields(struct)
+    ]
+    methods = {k: v for k, v in vars(struct).items() if inspect.isfunction(v)}
+    return dataclasses.make_dataclass(struct.__name__, fields, namespace=methods)
+
+
 def tiny_model(**changed: Any) -> Any:
     """Dense layers, all of them; absorbed weights are set. changed: of _TINY."""
     from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM
     from transformers import DeepseekV3Config
 
+    stand_in_for_structs()
     settings = {**_TINY, **changed}
     num_layers = settings["num_hidden_layers"]
     config = DeepseekV3Config(**settings, first_k_dense_replace=num_layers)

@@ -245,6 +245,7 @@ def runner_of(
     dtype: torch.dtype,
     tokens_per_request: int = 1,
     device: str = "cpu",
+    is_draft: bool = False,
 ) -> Any:
     """What the plugin's hook reads of a runner of ``model``."""
     runtime = sglang_module("srt.runtime_context")
@@ -258,7 +259,10 @@ def runner_of(
                 device=device,
                 req_to_token_pool=SimpleNamespace(size=64),
                 server_args=runtime.get_server_args(),
-                decode_num_tokens_per_req=lambda: tokens_per_request,
+                is_draft_worker=is_draft,
+                decode_num_tokens_per_req=lambda num_draft_tokens=None: (
+                    num_draft_tokens or tokens_per_request
+                ),
                 decode_graph_gather_requirements=lambda: (False, False),
             )
 

@@ -175,7 +175,7 @@ def test_compiling_allocates_and_agrees_on_nothing(monkeypatch):
     monkeypatch.setattr(workspace, "run", run)
     before = workspace.reservations()
     with fake_world() as groups:
-        for name in ("set", "get", "wait"):
+        for name in ("set", "get", "add", "check", "compare_set"):
             monkeypatch.setattr(dist.Store, name, refuse, raising=False)
         options = {
             "post_grad_custom_pre_pass": DcpFusionPass(Config()),

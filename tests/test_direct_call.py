@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -79,3 +82,31 @@ def test_a_cpp_wrapper_calls_the_op():
     torch.testing.assert_close(got, wanted)
     assert LANE in code
     assert "dcp_inductor.op.reduce(" not in code
+
+
+_WITHOUT_THE_PASS = """
+import sys
+import torch
+import torch.distributed as dist
+import dcp_inductor
+
+call = dcp_inductor.a2a_lse_reduce
+imported = "torch._inductor.lowering" in sys.modules
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+from torch._inductor.utils import run_and_get_code
+
+def step(o, lse):
+    return call(o, lse, lse_mode="base2")
+
+compiled = torch.compile(step, fullgraph=True)
+with torch._inductor.config.patch(force_disable_caches=True):
+    _, codes = run_and_get_code(compiled, torch.ones(2, 4, 8), torch.zeros(2, 4))
+print(imported, codes[0].count("dcp_inductor.op.reduce("))
+"""
+
+
+def test_the_public_op_is_lowered_where_the_pass_is_not_installed():
+    """And loading it imports no Inductor. In a process of its own: others install."""
+    command = [sys.executable, "-c", _WITHOUT_THE_PASS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "False 1\n", done.stderr

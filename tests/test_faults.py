@@ -32,6 +32,7 @@ from dcp_inductor.runtime import agreement, backends, rollcall, selection, works
 from dcp_inductor.runtime.backends import collective
 from dcp_inductor.runtime.backends.collective import Collective
 from dcp_inductor.runtime.call import ExchangeCall
+from dcp_inductor.runtime.caller import Caller
 
 TIMEOUT_S = 2.0
 # What an error may take beyond the timeout on a busy machine.
@@ -341,7 +342,7 @@ def test_a_store_that_is_gone_is_named():
     patched = pytest.MonkeyPatch()
 
     class Gone:
-        def set(self, key: str, value: str) -> None:
+        def add(self, key: str, amount: int) -> int:
             raise dist.DistNetworkError("Connection reset by peer")
 
     patched.setattr(
@@ -385,11 +386,13 @@ def test_a_group_of_collectives_alone_goes_without(monkeypatch, error, outcome):
     assert attempt(lambda: rollcall.call_roll(call, 1.0))[0] == outcome
 
 
+_DECODE, _DRAFT = Caller("m.py", 3, "decode"), Caller("m.py", 9, "draft")
 _KINDS = [
-    (1, torch.Size((3, 4, 8)), "base2"),
-    (2, torch.Size((3, 4, 8)), "base2"),
-    (1, torch.Size((4, 4, 8)), "base2"),
-    (1, torch.Size((3, 4, 8)), "basee"),
+    (1, _DECODE, torch.Size((3, 4, 8)), "base2"),
+    (2, _DECODE, torch.Size((3, 4, 8)), "base2"),
+    (1, _DRAFT, torch.Size((3, 4, 8)), "base2"),
+    (1, _DECODE, torch.Size((4, 4, 8)), "base2"),
+    (1, _DECODE, torch.Size((3, 4, 8)), "basee"),
 ]
 
 

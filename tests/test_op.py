@@ -99,6 +99,35 @@ def alone(fn, *args):
         dist.destroy_process_group()
 
 
+def in_compiled_functions(rank, num_ranks):
+    """Whichever way the group is given, and never one group for another."""
+
+    @torch.compile(fullgraph=True)
+    def reduced(o, lse, group):
+        return op.a2a_lse_reduce(o, lse, group, lse_mode="base2", return_lse=True)
+
+    o, lse = partials(num_ranks, 2, 4, 8)
+    world = dist.group.WORLD
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, num_ranks, 2)]
+    pair = pairs[rank // 2]
+    mine = slice(rank - rank % 2, rank - rank % 2 + 2)
+    whole = a2a_lse_reduce_reference(o, lse, rank=rank, lse_mode="base2")
+    part = a2a_lse_reduce_reference(o[mine], lse[mine], rank=rank % 2, lse_mode="base2")
+    for group, wanted in (
+        (world, whole),
+        (pair, part),
+        (None, whole),
+        (pair.group_name, part),
+        (world.group_name, whole),
+    ):
+        found = reduced(o[rank], lse[rank], group)
+        assert all(map(torch.equal, found, wanted))
+
+
+def test_in_a_function_that_is_compiled_whole():
+    run_ranks(in_compiled_functions, 4)
+
+
 def test_world_size_one_is_the_identity():
     o, lse = partials(1, 3, 4, 5)
 

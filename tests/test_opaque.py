@@ -17,7 +17,13 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="user kernels are Triton's")
 import triton.language as tl  # noqa: E402
 
-from dcp_inductor.compiler import kernel_source, opaque  # noqa: E402
+from dcp_inductor.compiler import (  # noqa: E402
+    interpreter,
+    interpreter_child,
+    kernel_source,
+    opaque,
+)
+from dcp_inductor.compiler.transient import is_transient  # noqa: E402
 
 SCALE = tl.constexpr(2.0)
 UNKNOWN = object()
@@ -134,14 +140,185 @@ def test_a_kernel_that_cant_run_has_a_reason(kernel, reason):
         opaque.run(call(kernel, (1,), ["x_ptr"], x_ptr=torch.ones(4)))
 
 
-def test_a_kernel_that_takes_too_long_is_stopped(monkeypatch):
-    monkeypatch.setattr(opaque, "_TIMEOUT_S", 0.0)
+def launch() -> dict[str, Any]:
+    """A small launch that works."""
     x = torch.ones(4, 8)
-    request = call(branches, (4,), ["out_ptr"], x_ptr=x, out_ptr=x.clone(), WIDTH=8)
-    with pytest.raises(opaque.CantRun, match="took more than 0 s"):
+    return call(branches, (4,), ["out_ptr"], x_ptr=x, out_ptr=x.clone(), WIDTH=8)
+
+
+def assert_ran(results: dict[str, Tensor]) -> None:
+    assert torch.equal(results["out_ptr"], 2 + torch.arange(4.0)[:, None].expand(4, 8))
+
+
+def cant_run(request: dict[str, Any]) -> tuple[bool, str]:
+    """Whether a launch may run another time, and why it doesn't now."""
+    with pytest.raises(opaque.CantRun) as caught:
         opaque.run(request)
+    passing = isinstance(caught.value, opaque.CantRunNow)
+    assert passing == is_transient(caught.value)
+    return passing, str(caught.value)
+
+
+@triton.jit
+def endless(x_ptr):
+    while tl.load(x_ptr) == 1.0:
+        tl.store(x_ptr, 1.0)
+
+
+@triton.jit
+def goes_astray(x_ptr):
+    tl.store(x_ptr + (1 << 50), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "most"), [(endless, 2000), (branches, 3900)], ids=["loop", "programs"]
+)
+def test_work_is_bounded_by_steps_and_not_by_time(monkeypatch, kernel, most):
+    monkeypatch.setattr(interpreter, "MOST_STEPS", most)
+    monkeypatch.setattr(interpreter, "_LIMITS_S", (60.0,))
+    request = call(endless, (1,), ["x_ptr"], x_ptr=torch.ones(1))
+    if kernel is branches:
+        x = torch.ones(40, 8)
+        given = {"x_ptr": x, "out_ptr": x.clone(), "WIDTH": 8}
+        request = call(branches, (40,), ["out_ptr"], **given)
+    passing, reason = cant_run(request)
+    assert not passing
+    assert f"takes more than {most:,} steps" in reason
+    assert_ran(opaque.run(launch()))
+
+
+@pytest.mark.parametrize("limits_s", [(0.0, 60.0), (0.0, 0.0)])
+def test_a_launch_that_takes_too_long_gets_more_time_once(monkeypatch, limits_s):
+    monkeypatch.setattr(interpreter, "_LIMITS_S", limits_s)
+    if limits_s[1]:
+        assert_ran(opaque.run(launch()))
+        return
+    assert cant_run(launch()) == (True, "took more than 0 s in Triton's interpreter")
     monkeypatch.undo()
-    assert opaque.run(request)["out_ptr"].shape == (4, 8)
+    assert_ran(opaque.run(launch()))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interpreter_that_somebody_ends_is_started_again(monkeypatch, times):
+    ended = []
+    exchange = interpreter.Child._exchange
+
+    def killed(child: Any, request: Any, limit_s: float) -> Any:
+        if len(ended) < times:
+            ended.append(child.process.pid)
+            child.process.kill()
+        return exchange(child, request, limit_s)
+
+    monkeypatch.setattr(interpreter.Child, "_exchange", killed)
+    if times == 1:
+        assert_ran(opaque.run(launch()))
+        return
+    passing, reason = cant_run(launch())
+    assert passing
+    assert reason == "was in Triton's interpreter when that ended by signal 9"
+    assert len({*ended}) == 2
+
+
+def test_a_kernel_that_crashes_twice_is_refused_for_good():
+    request = call(goes_astray, (1,), ["x_ptr"], x_ptr=torch.ones(4))
+    assert cant_run(request) == (False, "ended Triton's interpreter by SIGSEGV")
+
+
+def test_an_interpreter_that_cant_start_is_no_verdict(monkeypatch):
+    interpreter.CHILD.stop()
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(interpreter.tempfile, "TemporaryDirectory", full)
+    passing, reason = cant_run(launch())
+    assert passing
+    assert "found no process to be interpreted in: No space left" in reason
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (MemoryError(), "short"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "short"),
+        (ValueError("no such shape"), "failed"),
+    ],
+    ids=str,
+)
+def test_the_child_tells_short_memory_from_a_kernels_fault(monkeypatch, error, kind):
+    def run(**request: Any) -> Any:
+        raise RuntimeError("wrapped by the interpreter") from error
+
+    monkeypatch.setattr(interpreter_child, "run", run)
+    assert interpreter_child.answer_to(1000)[0] == kind
+
+
+def test_short_memory_is_tried_again_in_a_fresh_process(monkeypatch):
+    asked = []
+    exchange = interpreter.Child._exchange
+
+    def short(child: Any, request: Any, limit_s: float) -> Any:
+        asked.append(child.process.pid)
+        if len(asked) == 1:
+            return "short", "MemoryError"
+        return exchange(child, request, limit_s)
+
+    monkeypatch.setattr(interpreter.Child, "_exchange", short)
+    assert_ran(opaque.run(launch()))
+    assert len({*asked}) == 2
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that is said to be there; tests set what running on it does."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return monkeypatch
+
+
+def on_gpu(error: Exception | None) -> Callable[[Any], Any]:
+    def run(request: Any) -> Any:
+        if error is not None:
+            raise error
+        return "from the GPU"
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=["torch", "triton"],
+)
+def test_where_the_gpu_has_no_room_a_kernel_is_interpreted(gpu, error):
+    gpu.setattr(opaque, "_run_on_gpu", on_gpu(error))
+    assert_ran(opaque.run(launch()))
+    tma = launch() | {"tma_descriptor_metadata": {"x_ptr": None}}
+    passing, reason = cant_run(tma)
+    assert passing
+    assert "its GPU is out of memory" in reason
+    assert "takes TMA descriptors" in reason
+
+
+def test_what_triton_refuses_is_the_kernels_and_what_else_fails_is_raised(gpu):
+    error = triton.runtime.errors.OutOfResources(300_000, 200_000, "shared memory")
+    gpu.setattr(opaque, "_run_on_gpu", on_gpu(error))
+    passing, reason = cant_run(launch())
+    assert not passing
+    assert "can't run on this GPU: OutOfResources: out of resource" in reason
+    gpu.setattr(opaque, "_run_on_gpu", on_gpu(RuntimeError("an illegal access")))
+    with pytest.raises(RuntimeError, match="an illegal access"):
+        opaque.run(launch())
+
+
+def test_during_a_capture_a_kernel_is_interpreted(gpu):
+    gpu.setattr(opaque, "_run_on_gpu", on_gpu(None))
+    assert opaque.run(launch()) == "from the GPU"
+    gpu.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert_ran(opaque.run(launch()))
 
 
 def test_this_process_keeps_its_triton():
@@ -156,7 +333,7 @@ def test_the_child_ends_with_its_parent():
         "import torch, test_opaque as t\n"
         "given = dict(x_ptr=torch.ones(8), out_ptr=torch.ones(8), WIDTH=8)\n"
         "t.opaque.run(t.call(t.branches, (1,), ['out_ptr'], **given))\n"
-        "print(t.opaque._CHILD.process.pid, flush=True)\n"
+        "print(t.interpreter.CHILD.process.pid, flush=True)\n"
         "import time; time.sleep(60)\n"
     )
     parent = subprocess.Popen(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from dcp_inductor.compiler.proof import forget_proofs
 from dcp_inductor.errors import BadInput, FusionMissed
 from dcp_inductor.integrations.inductor import PassChain, installed_passes
 from dcp_inductor.merge import a2a_lse_reduce_reference
+from dcp_inductor.runtime.groups import alias_group, forget_alias
 
 COUNTER = fusion_pass_module.COUNTER
 
@@ -187,6 +190,46 @@ def test_uuid_covers_sources_and_versions(monkeypatch, what):
     before = DcpFusionPass(Config()).uuid()
     monkeypatch.setattr(fusion_pass_module, what, lambda: "changed")
     assert DcpFusionPass(Config()).uuid() != before
+
+
+@contextlib.contextmanager
+def groups_of(*ranks: list[int]) -> Iterator[list[dist.ProcessGroup]]:
+    """Groups in a world of their own, in which this process is rank 1."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        yield [dist.new_group(of_group) for of_group in ranks]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_uuid_covers_the_rank_in_each_group_where_a_verdict_reads_it():
+    """One rank of the world can be another one in a group made again under its name."""
+    keys: dict[bool, dict[int, set[str]]] = {True: {}, False: {}}
+    names = set()
+    for ranks in ([0, 1], [1, 2], [0, 1]):
+        with groups_of(ranks) as (group,):
+            names.add(group.group_name)
+            for ag_rs, of_rank in keys.items():
+                key = DcpFusionPass(Config(ag_rs=ag_rs)).uuid()
+                of_rank.setdefault(group.rank(), set()).add(key)
+    assert len(names) == 1
+    (first,), (second,) = keys[True].values()
+    assert first != second
+    assert keys[False][0] == keys[False][1], "it isn't read without Config.ag_rs"
+
+
+def test_uuid_covers_what_a_hosts_name_of_a_group_means():
+    found = []
+    try:
+        with groups_of([0, 1], [1, 2]) as groups:
+            for group in (*groups, groups[0]):
+                alias_group("host:0", group.group_name)
+                found.append(DcpFusionPass(Config(ag_rs=True)).uuid())
+    finally:
+        forget_alias("host:0")
+    assert found[0] == found[2] != found[1]
 
 
 def test_pass_and_config_pickle():

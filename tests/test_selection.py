@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import types
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from dcp_inductor import Config
-from dcp_inductor.errors import BackendUnavailable
+from dcp_inductor.errors import BackendUnavailable, RanksDisagree
 from dcp_inductor.runtime import backends, selection
 from dcp_inductor.runtime.backends import preference
 from dcp_inductor.runtime.backends.collective import Collective
@@ -33,6 +34,8 @@ class Stub(Collective):
         self.fails, self.error = fails, error
 
     def identity(self):
+        if isinstance(self.built_from, Exception):
+            raise self.built_from
         return self.built_from
 
     def only_if_asked(self):
@@ -82,6 +85,13 @@ CHOICES = {
         "auto",
         "collective",
     ),
+    "a package that one rank can't read": (
+        lambda rank: [
+            Stub("flashinfer", identity=OSError("cut off") if rank else "whole")
+        ],
+        "auto",
+        "collective",
+    ),
     "two packages, asked for": (
         lambda rank: [Stub("flashinfer", identity=f"of rank {rank}")],
         "flashinfer",
@@ -123,6 +133,43 @@ def test_the_choice_is_the_same_on_all_ranks(choosing_ranks, case):
 def test_ranks_with_different_packages_hear_which(choosing_ranks):
     text = choosing_ranks[0]["two packages, asked for"]
     assert "different ones installed: ['of rank 0', 'of rank 1']" in text
+
+
+def troubled(rank, n, what):
+    """Rank 1 can't find out about itself: the error and its seconds."""
+
+    def fail(*args):
+        raise RuntimeError("the driver is gone")
+
+    if rank == 1:
+        setattr(selection, what, fail)
+    start = time.monotonic()
+    config = Config(timeout_s=20.0)
+    with pytest.raises(RanksDisagree) as caught:
+        selection.choose(dist.group.WORLD, GEOMETRY, torch.device("cpu"), config)
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("what", ["place", "_capability", "library_identity"])
+def test_a_rank_that_cant_look_at_itself_says_so_to_all(what):
+    for text, seconds in run_ranks(troubled, 2, what):
+        assert "failed on rank 1: RuntimeError: the driver is gone" in text
+        assert seconds < 10.0
+
+
+def places_differ(rank, n):
+    """Rank 0 alone sees both cards, which have no peer access."""
+    apart = [["card 0", "card 1"]] if rank == 0 else []
+    here = {"host": "a", "card": f"card {rank}", "apart": apart}
+    selection.place = lambda device: here
+    selection.backends = types.SimpleNamespace(BACKENDS=(Stub("fused"), Collective()))
+    config = Config(timeout_s=5.0)
+    device = torch.device("cpu")
+    return selection.choose(dist.group.WORLD, GEOMETRY, device, config)[0].name
+
+
+def test_what_one_rank_sees_of_the_cards_counts_for_all():
+    assert run_ranks(places_differ, 2) == ["collective", "collective"]
 
 
 ROW = Measured((10, 0), 8, (1, 128), "flashinfer", 3.0, "symm_mem", 4.0, "nowhere")

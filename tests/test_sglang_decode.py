@@ -126,7 +126,7 @@ def decode_on_rank(rank: int, num_ranks: int) -> dict[str, Any]:
                     model.forward, backend, attention, batch
                 )
         found["calls"] = op.call_count
-        sglang_eager.serve(None)
+        sglang_eager.stop()
         for batch in BATCHES:
             found["eager"][batch] = greedy(model.forward, backend, attention, batch)
         with mock.patch(f"{mla}.is_mla_dcp_lse_base_on_e", return_value=True):

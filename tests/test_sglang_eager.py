@@ -29,7 +29,8 @@ def op(monkeypatch) -> mock.Mock:
     """Stands for the op; the hook is serving."""
     called = mock.Mock(return_value="op")
     monkeypatch.setattr(torch.ops.dcp_inductor, "a2a_lse_reduce", called)
-    monkeypatch.setattr(sglang_eager, "_serving", PLAN)
+    monkeypatch.setattr(sglang_eager, "_serving", {})
+    sglang_eager.serve(PLAN)
     return called
 
 
@@ -77,8 +78,24 @@ def test_the_rest_stays_sglangs(op, case):
         assert given.arguments[name] is value
 
 
+def test_several_models_are_served_each_by_its_plan(op):
+    """Of one geometry by the widest, whichever comes last."""
+    sglang_eager.serve(replace(PLAN, head_dim=2 * D, max_tokens=9))
+    sglang_eager.serve(replace(PLAN, max_tokens=2))
+    for b, d, sent in (
+        (4, D, True),
+        (5, D, False),
+        (9, 2 * D, True),
+        (1, 3 * D, False),
+    ):
+        answer = sglang_eager.around(
+            mock.Mock(return_value="s"), *partials(b, d=d), GROUP
+        )
+        assert (answer == "op") == sent
+
+
 def test_nothing_is_sent_before_the_start(op, monkeypatch):
-    monkeypatch.setattr(sglang_eager, "_serving", None)
+    sglang_eager.stop()
     original = mock.Mock(return_value="sglang's")
     assert sglang_eager.around(original, *partials(), GROUP) == "sglang's"
 
@@ -114,9 +131,10 @@ def test_a_function_with_other_parameters_isnt_hooked(monkeypatch, caplog):
     monkeypatch.setattr(registry, "register", mock.Mock())
     sglang_eager.hook.__wrapped__()
     registry.register.assert_not_called()
-    assert "stays unfused: sglang's dcp_a2a_lse_reduce takes (o, lse, group)" in (
+    assert "no hook for eager decode: sglang's dcp_a2a_lse_reduce takes (o, lse, g" in (
         caplog.text
     )
+    assert "hasn't put it on" in sglang_eager.objection()
 
 
 def test_under_the_compiler_the_pass_sees_sglangs_graph(monkeypatch):
@@ -124,7 +142,8 @@ def test_under_the_compiler_the_pass_sees_sglangs_graph(monkeypatch):
     comm = sglang_module("srt.layers.dcp.comm")
     original, group = comm.dcp_a2a_lse_reduce, group_of(N)
     plan = replace(PLAN, host_group=group.unique_name)
-    monkeypatch.setattr(sglang_eager, "_serving", plan)
+    monkeypatch.setattr(sglang_eager, "_serving", {})
+    sglang_eager.serve(plan)
     graphs = []
     with triton_target():
         for hooked in (False, True):

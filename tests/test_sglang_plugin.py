@@ -1,14 +1,13 @@
-"""The sglang plugin: found by sglang's own loader; all ranks start alike or none."""
+"""The sglang plugin's start in the warm-up of runners: all ranks alike, or none."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,11 +17,7 @@ import torch
 from ranks import run_ranks
 from sglang_host import flashinfer_of, runner_of, sglang_module, start_parallel
 
-import dcp_inductor
-
 pytestmark = pytest.mark.sglang
-
-ROOT = Path(dcp_inductor.__file__).parents[1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,97 +25,10 @@ def _sglang() -> None:
     sglang_module("srt.layers.dcp.comm")
 
 
-# --- loading --------------------------------------------------------------------------
-
-RUNNERS = "sglang.srt.model_executor.runner.base_runner"
-HEAD = f"""
-import sys
-import torch  # sglang imports it everywhere
-from sglang.srt.plugins import load_plugins
-from sglang.srt.plugins.hook_registry import HookRegistry
-def hooked():
-    import importlib
-    runner = importlib.import_module({RUNNERS!r}).BaseRunner
-    hook = HookRegistry._hooks.get(
-        {RUNNERS!r} + ".BaseRunner._pre_initialize_fi_a2a_workspace", [])
-    wrapped = hasattr(runner._pre_initialize_fi_a2a_workspace, "__wrapped__")
-    assert bool(hook) == wrapped, (hook, wrapped)
-    return len(hook)
-"""
-
-
-@pytest.fixture
-def installed(tmp_path: Path) -> Path:
-    """A folder with the metadata of an install, as pyproject.toml says."""
-    text = (ROOT / "pyproject.toml").read_text()
-    section = text.split('[project.entry-points."sglang.srt.plugins"]\n')[1]
-    info = tmp_path / "dcp_inductor-0.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dcp-inductor\n")
-    lines = section.split("\n\n")[0].replace('"', "")
-    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{lines}\n")
-    return tmp_path
-
-
-def in_a_process(installed: Path, code: str, **env: str) -> None:
-    path = os.pathsep.join([str(installed), str(ROOT), *sys.path])
-    subprocess.run(
-        [sys.executable, "-c", HEAD + code],
-        check=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": path, **env},
-    )
-
-
-def test_hooks_the_warm_up_of_runners(installed):
-    in_a_process(installed, "load_plugins(); assert hooked() == 1")
-
-
-def test_hooks_runners_that_were_imported_before(installed):
-    code = f"import {RUNNERS}; load_plugins(); assert hooked() == 1"
-    in_a_process(installed, code)
-
-
-def test_loading_stays_light(installed):
-    """A detokenizer loads plugins, and never a model runner or a compiler."""
-    code = f"""
-known = set(sys.modules)
-load_plugins()
-new = set(sys.modules) - known
-assert "dcp_inductor.integrations.sglang" in new
-heavy = [m for m in new if m.startswith(("torch._inductor", "dcp_inductor.compiler"))]
-assert not heavy and {RUNNERS!r} not in sys.modules, heavy
-"""
-    in_a_process(installed, code)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("SGLANG_PLUGINS", "another"), ("DCP_INDUCTOR", "0")]
-)
-def test_switches(installed, name, value):
-    code = "load_plugins(); assert hooked() == 0"
-    in_a_process(installed, code, **{name: value})
-
-
-def test_a_broken_hook_leaves_the_import_alone(installed):
-    code = """
-import dcp_inductor.integrations.sglang as plugin
-def broken():
-    raise RuntimeError("broken")
-plugin._hook = broken
-load_plugins()
-assert hooked() == 0
-"""
-    in_a_process(installed, code)
-
-
-# --- starting -------------------------------------------------------------------------
-
-
-def small_mla(num_ranks: int) -> Any:
+def small_mla(num_ranks: int, kv_lora_rank: int = 64) -> Any:
     """What the plugin reads of an MLA model of 8 heads."""
     attention = torch.nn.Module()
-    attention.kv_lora_rank = 64
+    attention.kv_lora_rank = kv_lora_rank
     attention.num_local_heads = 8 // num_ranks
     attention.dcp_size = num_ranks
     return torch.nn.Sequential(torch.nn.Identity(), attention)
@@ -137,6 +45,7 @@ REFUSALS = {
     "stages that warm up together": "SGLANG_PP_PARALLEL_DEEPGEMM_WARMUP",
     "no compiled batch": "no decode batch is captured",
     "no graphs": "no decode batch is captured",
+    "graphs of prefill alone": "no decode batch is captured",
     "pdmux": "--enable-pdmux captures on several streams",
 }
 BROKEN = (
@@ -154,18 +63,51 @@ def started() -> list[dict[str, dict[str, Any]]]:
 
 
 def start_on_rank(rank: int, num_ranks: int) -> dict[str, dict[str, Any]]:
-    graphs = sglang_module("srt.model_executor.cuda_graph_config")
-    decode = graphs.PhaseConfig(backend=graphs.Backend.FULL, bs=[1, 2, 4, 16, 48])
     start_parallel(
         rank,
         num_ranks,
-        cuda_graph_config=graphs.CudaGraphConfig(decode=decode),
+        cuda_graph_config=graphs_of("full"),
         torch_compile_max_bs=16,
     )
-    return {
-        name: _warmed_up(num_ranks, scenario, again=name.startswith("a draft"))
-        for name, scenario in _scenarios(rank, num_ranks).items()
-    }
+    found = {}
+    for name, scenario in _scenarios(rank, num_ranks).items():
+        draft = DRAFTS.get(name)
+        # As a GPU's: the group's is gloo's here, so the backend is collective.
+        slower = Runner(kv_lora_rank=16, device="cuda")
+        target = slower if name.startswith("slower") else Runner()
+        with scenario:
+            runner = _runner(num_ranks, draft or target, is_draft=draft is not None)
+            found[name] = _warmed_up(runner, again=draft is not None)
+    return found
+
+
+@dataclass(frozen=True)
+class Runner:
+    """What differs between runners."""
+
+    tokens_per_request: int = 3
+    kv_lora_rank: int = 64
+    device: str = "cpu"
+
+
+# Run after a target of the default; in this order.
+DRAFTS = {
+    "a draft model without MLA": Runner(),
+    "a draft as wide": Runner(),
+    "a narrow draft": Runner(tokens_per_request=1),
+    "a wide draft": Runner(tokens_per_request=4),
+    "a draft of another head dim": Runner(kv_lora_rank=32),
+    "a draft that can't start": Runner(),
+    "an eager draft of another head dim": Runner(1, kv_lora_rank=32),
+    "a narrow eager draft": Runner(tokens_per_request=1),
+    "an eager draft that can't start": Runner(tokens_per_request=9),
+}
+
+
+def _runner(num_ranks: int, like: Runner, is_draft: bool) -> Any:
+    model = small_mla(num_ranks, like.kv_lora_rank)
+    tokens, device = like.tokens_per_request, like.device
+    return runner_of(model, torch.bfloat16, tokens, device, is_draft)
 
 
 def _scenarios(rank: int, num_ranks: int) -> dict[str, Any]:
@@ -178,6 +120,16 @@ def _scenarios(rank: int, num_ranks: int) -> dict[str, Any]:
     capture = runtime.get_flags().capture
     skipped = mock.patch.object(base, "_pre_initialize_fi_a2a_workspace", mock.Mock())
     broken = mock.Mock(side_effect=MemoryError("no memory on this rank"))
+    broken_there = mock.patch("dcp_inductor.runtime.workspace.choose", broken)
+    without_decode = graphs_of("disabled")
+
+    def eager(*more: Any, compiled: bool = False) -> Any:
+        return _all(
+            mock.patch.dict(os.environ, DCP_INDUCTOR_EAGER_DECODE="1"),
+            capture.override(enable_torch_compile=compiled),
+            *more,
+        )
+
     return {
         "no DCP": parallel.override(dcp_enabled=False),
         "not compiled": capture.override(enable_torch_compile=False),
@@ -198,6 +150,7 @@ def _scenarios(rank: int, num_ranks: int) -> dict[str, Any]:
         ),
         "no compiled batch": graph.override(torch_compile_max_bs=0),
         "no graphs": graph.override(cuda_graph_config=None),
+        "graphs of prefill alone": graph.override(cuda_graph_config=without_decode),
         "pdmux": runtime.get_disagg().override(enable_pdmux=True),
         **{
             name: mock.patch(f"dcp_inductor.{name}", broken) if last else nullcontext()
@@ -207,6 +160,21 @@ def _scenarios(rank: int, num_ranks: int) -> dict[str, Any]:
         "a draft model without MLA": mock.patch(
             "dcp_inductor.integrations.sglang_plan._is_mla", return_value=False
         ),
+        "a draft as wide": nullcontext(),
+        "a narrow draft": nullcontext(),
+        "a wide draft": nullcontext(),
+        "a draft of another head dim": nullcontext(),
+        "a draft that can't start": mock.patch(
+            "dcp_inductor.runtime.agreement.agree", broken
+        ),
+        "speculation that adapts": runtime.get_spec().override(
+            max_speculative_num_draft_tokens=5
+        ),
+        "slower than sglang": nullcontext(),
+        "slower than sglang, eager": eager(),
+        "slower than sglang, asked for": mock.patch.dict(
+            os.environ, DCP_INDUCTOR_BACKEND="collective"
+        ),
         "fi_a2a": _all(
             parallel.override(dcp_comm_backend="fi_a2a"),
             flashinfer_of(fi_exchange),
@@ -215,20 +183,35 @@ def _scenarios(rank: int, num_ranks: int) -> dict[str, Any]:
             parallel.override(dcp_comm_backend="ag_rs"),
             mock.patch.dict(os.environ, DCP_INDUCTOR_AG_RS="1"),
         ),
-        "eager, allowed": _all(
-            capture.override(enable_torch_compile=False),
-            mock.patch.dict(os.environ, DCP_INDUCTOR_EAGER_DECODE="1"),
-        ),
-        "eager without graphs": _all(
-            capture.override(enable_torch_compile=False),
-            graph.override(cuda_graph_config=None),
-            mock.patch.dict(os.environ, DCP_INDUCTOR_EAGER_DECODE="1"),
+        "eager, allowed": eager(),
+        "an eager draft of another head dim": eager(),
+        "a narrow eager draft": eager(),
+        "an eager draft that can't start": eager(broken_there),
+        "eager without graphs": eager(graph.override(cuda_graph_config=without_decode)),
+        "eager, one rank without its hook": eager(
+            _unhooked() if last else nullcontext(), compiled=True
         ),
         "one rank is eager": mock.patch.dict(
             os.environ, {"DCP_INDUCTOR_EAGER_DECODE": "1"} if last else {}
         ),
         "no plugin": skipped if last else nullcontext(),
     }
+
+
+def graphs_of(backend: str) -> Any:
+    """Decode graphs of five batches, if any."""
+    graphs = sglang_module("srt.model_executor.cuda_graph_config")
+    decode = graphs.PhaseConfig(backend=backend, bs=[1, 2, 4, 16, 48])
+    return graphs.CudaGraphConfig(decode=decode)
+
+
+@contextmanager
+def _unhooked() -> Iterator[None]:
+    """As if sglang's registry had not put the hook on its function."""
+    comm = sglang_module("srt.layers.dcp.comm")
+    original = inspect.unwrap(comm.dcp_a2a_lse_reduce)
+    with mock.patch.object(comm, "dcp_a2a_lse_reduce", original):
+        yield
 
 
 @contextmanager
@@ -239,7 +222,7 @@ def _all(*contexts: Any) -> Iterator[None]:
         yield
 
 
-def _warmed_up(num_ranks: int, scenario: Any, again: bool) -> dict[str, Any]:
+def _warmed_up(runner: Any, again: bool) -> dict[str, Any]:
     """Warm up as sglang does, with the hook in place; again: for a second model."""
     from dcp_inductor.integrations import sglang as plugin
     from dcp_inductor.integrations import sglang_eager
@@ -247,7 +230,7 @@ def _warmed_up(num_ranks: int, scenario: Any, again: bool) -> dict[str, Any]:
     from dcp_inductor.runtime.workspace import reservations
 
     if not again:
-        plugin._uninstall()
+        plugin.stop()
     plugin.register()
     sglang_module("srt.plugins.hook_registry").HookRegistry.apply_hooks()
     lines: list[str] = []
@@ -256,16 +239,18 @@ def _warmed_up(num_ranks: int, scenario: Any, again: bool) -> dict[str, Any]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore
     logger.addHandler(handler)
-    with scenario:
-        runner = runner_of(small_mla(num_ranks), torch.bfloat16, 3)
-        runner._pre_initialize_fi_a2a_workspace()
+    before = [id(r) for _, r in reservations()]
+    runner._pre_initialize_fi_a2a_workspace()
     logger.removeHandler(handler)
-    plan = sglang_eager._serving
     return {
         "passes": len(installed_passes()),
-        "eager": None if plan is None else plan.max_tokens,
+        "eager": sorted(
+            (p.head_dim, p.max_tokens) for p in sglang_eager._serving.values()
+        ),
         "reserved": [
-            (name, vars(r.geometry), r.backend.name) for name, r in reservations()
+            (name, vars(r.geometry), r.backend.name)
+            for name, r in reservations()
+            if id(r) not in before
         ],
         "lines": lines,
     }
@@ -301,9 +286,81 @@ def test_one_rank_that_cant_start_keeps_all_from_fusing(started, name):
     assert "MemoryError: no memory on this rank (rank 1)" in line
 
 
-def test_a_runner_without_exchanges_undoes_nothing(started):
+NEEDS_NOTHING = "a draft model without MLA", "a draft as wide", "a narrow draft"
+
+
+@pytest.mark.parametrize("name", NEEDS_NOTHING)
+def test_a_draft_that_needs_nothing_changes_nothing(started, name):
+    """No memory, no line; what its target has stays."""
+    for found in (ranks[name] for ranks in started):
+        assert (found["passes"], found["reserved"], found["lines"]) == (1, [], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "head_dim"),
+    [("a wide draft", 16 * 4, 64), ("a draft of another head dim", 16 * 3, 32)],
+)
+def test_a_draft_that_needs_more_reserves_it_beside(started, name, width, head_dim):
+    for rank, found in enumerate(ranks[name] for ranks in started):
+        assert found["passes"] == 1
+        ((_, geometry, _),) = found["reserved"]
+        assert (geometry["max_tokens"], geometry["head_dim"]) == (width, head_dim)
+        assert len(found["lines"]) == (rank == 0)
+        for line in found["lines"]:
+            assert "fusing DCP exchanges of the draft model, backend" in line
+            assert f"capacity {width} tokens of 8 heads of {head_dim}" in line
+
+
+def test_a_draft_whose_start_fails_compiles_unfused(started):
+    """Nothing is reserved for what it would compile."""
+    for found in (ranks["a draft that can't start"] for ranks in started):
+        assert (found["passes"], found["reserved"]) == (0, [])
+        (line,) = found["lines"]
+        assert "of the draft model stay unfused" in line
+
+
+@pytest.mark.parametrize("name", ["slower than sglang", "slower than sglang, eager"])
+def test_a_backend_without_a_kernel_of_its_own_stays_out_of_gpus(started, name):
+    for rank, found in enumerate(ranks[name] for ranks in started):
+        assert (found["passes"], found["eager"]) == (0, [])
+        assert len(found["lines"]) == (rank == 0)
+        assert all(
+            "only the backend collective runs" in line for line in found["lines"]
+        )
+
+
+def test_a_backend_without_a_kernel_of_its_own_serves_where_it_is_asked_for(started):
+    for found in (ranks["slower than sglang, asked for"] for ranks in started):
+        assert found["passes"] == 1
+
+
+def test_speculation_that_adapts_reserves_for_its_longest_step(started):
+    for found in (ranks["speculation that adapts"] for ranks in started):
+        ((_, geometry, _),) = found["reserved"]
+        assert geometry["max_tokens"] == 16 * 5
+
+
+def test_an_eager_targets_plan_outlives_its_drafts(started):
+    """And each geometry has its own, as wide as its widest."""
+    target, other = (64, 48 * 3), (32, 48)
     for ranks in started:
-        assert ranks["a draft model without MLA"]["passes"] == 1
+        assert ranks["eager, allowed"]["eager"] == [target]
+        assert ranks["an eager draft of another head dim"]["eager"] == [other, target]
+        assert ranks["a narrow eager draft"]["eager"] == [other, target]
+        failed = ranks["an eager draft that can't start"]
+        assert failed["eager"] == [other, target]
+        (line,) = failed["lines"]
+        assert "no memory on this rank" in line
+
+
+def test_one_rank_without_its_eager_hook_keeps_all_from_fusing(started):
+    for rank, ranks in enumerate(started):
+        found = ranks["eager, one rank without its hook"]
+        assert (found["passes"], found["eager"], found["reserved"]) == (0, [], [])
+        assert len(found["lines"]) == (rank == 0)
+        for line in found["lines"]:
+            assert "hook registry hasn't put it on" in line
+            assert "(rank 1)" in line
 
 
 def fi_exchange(partial_o, softmax_stats, workspace, cp_rank, cp_size, out=None):
@@ -312,12 +369,12 @@ def fi_exchange(partial_o, softmax_stats, workspace, cp_rank, cp_size, out=None)
 
 def test_fi_a2a_starts(started):
     for found in (ranks["fi_a2a"] for ranks in started):
-        assert (found["passes"], found["eager"]) == (1, None)
+        assert (found["passes"], found["eager"]) == (1, [])
 
 
 def test_ag_rs_starts_where_it_is_allowed(started):
     for found in (ranks["ag_rs, allowed"] for ranks in started):
-        assert (found["passes"], found["eager"]) == (1, None)
+        assert (found["passes"], found["eager"]) == (1, [])
 
 
 @pytest.mark.parametrize(
@@ -326,14 +383,14 @@ def test_ag_rs_starts_where_it_is_allowed(started):
 def test_eager_decode_starts_without_a_compiler(started, name, tokens):
     """As wide as what is captured, or as the requests that the server holds."""
     for found in (ranks[name] for ranks in started):
-        assert (found["passes"], found["eager"]) == (0, tokens)
+        assert (found["passes"], found["eager"]) == (0, [(64, tokens)])
     (line,) = started[0][name]["lines"]
     assert f"capacity {tokens} tokens" in line
 
 
 def test_ranks_that_differ_in_being_eager_stay_unfused(started):
     for found in (ranks["one rank is eager"] for ranks in started):
-        assert (found["passes"], found["eager"]) == (0, None)
+        assert (found["passes"], found["eager"]) == (0, [])
         (line,) = found["lines"]
         assert "stay unfused" in line
         assert "eager=True" in line

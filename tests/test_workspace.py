@@ -149,10 +149,14 @@ def test_a_spoilt_slot_raises_before_the_next_call_and_in_check(streams):
         ([("a", "x"), ("a", "y")], None),
         ([("a", "x"), ("a", "x")], "ranks 0 and 1 share one card"),
         ([("a", "x"), ("b", "y")], "several hosts (a, b)"),
+        ([("a", "x"), ("a", "y", ["x", "z"])], None),
+        ([("a", "x"), ("a", "y", ["y", "x"])], "ranks 0 and 1 have no peer access"),
     ],
 )
 def test_places_that_cant_share_memory(places, reason):
-    found = blocked_by_places([{"host": h, "card": c} for h, c in places])
+    found = blocked_by_places(
+        [{"host": h, "card": c, "apart": apart} for h, c, *apart in places]
+    )
     assert (found is None) if reason is None else (reason in found)
 
 
@@ -314,6 +318,7 @@ def test_a_prepared_launch_serves_only_its_own_calls() -> None:
     """The key of launches tells apart whatever a launch keeps."""
     from dcp_inductor.runtime.backends.symm_mem import launch_key
     from dcp_inductor.runtime.call import ExchangeCall
+    from dcp_inductor.runtime.caller import Caller
 
     wide = torch.zeros(4, 2, 48, dtype=torch.bfloat16)
     lse = torch.zeros(4, 2)
@@ -332,6 +337,7 @@ def test_a_prepared_launch_serves_only_its_own_calls() -> None:
     others = [
         key(slot=1),
         key(site=1),
+        key(caller=Caller("m.py", 3, "decode")),
         key(lse_mode="basee"),
         key(with_lse=True),
         key(partial_o=wide[:3, :, :16], partial_lse=lse[:3]),

@@ -83,6 +83,15 @@ def read_collective(node: Node, kind: Kind) -> list[Exchange | Miss]:
     return []
 
 
+def sent_by(node: Node) -> Node:
+    """What a collective of the table reads, also one that no row can take."""
+    if node.target in _FUNCTIONALIZED:
+        op: Any = node.args[0]
+        sent: Any = node.kwargs[MUTABLE_OPS[op._schema.name].sent]
+        return sent
+    return argument(node, "input")
+
+
 def argument(node: Node, name: str) -> Any:
     """The argument called ``name`` of an op's call, passed by place or by word."""
     if name in node.kwargs:

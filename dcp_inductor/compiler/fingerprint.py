@@ -58,10 +58,12 @@ class _Writer:
 
     def _exchanged(self, exchange: Exchange) -> str:
         number = self.region.exchanges.index(exchange)
-        for node in exchange.received:
-            self.place[node] = f"received {number}"
         sent = self.place[exchange.sent]
-        return f"exchange {number} {exchange.kind} {exchange.axis} {sent}"
+        line = f"exchange {number} {exchange.kind} {exchange.axis} {sent}"
+        for place, node in enumerate(exchange.received):
+            self.place[node] = f"received {number}.{place}"
+            line += f" {self._value(node)}"
+        return line
 
     def _line(self, node: Node) -> str:
         self.place.setdefault(node, f"%{len(self.place)}")

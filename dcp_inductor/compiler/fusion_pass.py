@@ -10,19 +10,18 @@ import hashlib
 import importlib.metadata
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._logging import trace_structured
 from torch._logging._internal import trace_log
 from torch.fx import Graph, Node
 
-from dcp_inductor.compiler import lowering
+from dcp_inductor.compiler import lowering, transient
 from dcp_inductor.compiler.dataflow import Stale
 from dcp_inductor.compiler.exchange import Exchange, find_exchanges
 from dcp_inductor.compiler.gather_scatter import GatherScatterFinder, find_scatters
@@ -32,12 +31,13 @@ from dcp_inductor.compiler.rewrite import rewrite
 from dcp_inductor.config import Config
 from dcp_inductor.errors import FusionMissed
 from dcp_inductor.logs import passes as log
+from dcp_inductor.op import ranks_in_groups
 from dcp_inductor.report import Finding, GraphReport, Miss
 from dcp_inductor.version import source_hash
 
 COUNTER = "dcp_a2a_lse_reduce"
 # A refusal costs a proof for each region proposed; the right one is among the first.
-_MAX_PROOFS = 16
+_MAX_REGIONS = 16
 
 
 class DcpFusionPass(CustomGraphPass):
@@ -51,7 +51,7 @@ class DcpFusionPass(CustomGraphPass):
 
     The verdict on a graph depends on the graph, the config and the versions alone,
     all of which are in ``uuid()``: never on a pointer or free memory, and with
-    Config.ag_rs alone on which rank this process is, which then is in it too.
+    Config.ag_rs alone on this process's ranks in its groups, which then are in it too.
     """
 
     def __init__(
@@ -82,14 +82,11 @@ class DcpFusionPass(CustomGraphPass):
 
     def uuid(self) -> str:
         """Changes with anything that a verdict or a lowering depends on."""
-        key = (source_hash(), _versions(), self.config.key(), self._rank())
+        # NOTE [own rank] of gather_scatter.py: what a verdict reads of this process is
+        # its rank in the group that the graph names. The world's rank doesn't tell it.
+        ranks = ranks_in_groups() if self.config.ag_rs else ()
+        key = (source_hash(), _versions(), self.config.key(), ranks)
         return hashlib.sha256(repr(key).encode()).hexdigest()
-
-    def _rank(self) -> int | None:
-        """Of this process, where a verdict depends on it: NOTE [own rank] of
-        gather_scatter.py."""
-        known = self.config.ag_rs and dist.is_available() and dist.is_initialized()
-        return dist.get_rank() if known else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config, "listener": None}
@@ -168,7 +165,7 @@ def _attempt(graph: Graph, proposal: Proposal) -> Finding:
         False,
     )
     miss = proposal.miss
-    for region in proposal.regions[:_MAX_PROOFS]:
+    for region in _to_try(proposal.regions):
         verdict = _verdict(region)
         if isinstance(verdict, Proof):
             rewrite(graph, region, verdict)
@@ -183,9 +180,26 @@ def _attempt(graph: Graph, proposal: Proposal) -> Finding:
                 with_lse=region.merged_lse is not None,
                 from_memo=verdict.from_memo,
             )
+        if verdict.transient:
+            # Its peers may fuse this region; fusing the next would be another call.
+            counters["inductor"][transient.COUNTER] += transient.Unsaved(1)
+            return replace(finding, reason=verdict.reason, transient=True)
         miss = verdict if miss is None else miss
     assert miss is not None, "no region comes with a miss"
     return replace(finding, reason=miss.reason + proposal.hint)
+
+
+def _to_try(regions: Iterable[Region]) -> Iterator[Region]:
+    """The first regions, each with all its guesses at the rank (NOTE [own rank] of
+    gather_scatter.py). How many numbers may mean the rank differs between ranks, so
+    they aren't counted: one rank would give up before a region that the others fuse.
+    """
+    num_regions = 0
+    for region in regions:
+        num_regions += region.rank_site is None
+        if num_regions > _MAX_REGIONS:
+            return
+        yield region
 
 
 def _num_ranks(proposal: Proposal) -> int:
@@ -201,13 +215,16 @@ def _verdict(region: Region) -> Proof | Miss:
         return prove(region)
     except Exception as error:
         log.exception("the proof of %s failed", region)
-        return Miss(f"internal error in the proof: {type(error).__name__}: {error}")
+        reason = f"internal error in the proof: {type(error).__name__}: {error}"
+        return Miss(reason, transient=True)
 
 
 def _publish(report: GraphReport) -> None:
     """One log line a graph; the graphs as tlparse artifacts and at debug level."""
     log.info("%s", report.summary())
     for finding in report.findings:
+        if finding.transient:
+            log.warning("this rank alone may be leaving an exchange: %s", finding)
         log.debug("%s", finding)
     for name, text in (("before", report.before), ("after", report.after)):
         trace_structured(

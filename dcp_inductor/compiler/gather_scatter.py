@@ -15,23 +15,37 @@ passed this process's rank is proposed with that number set free, and the proof 
 with 0 on rank 0, 1 on rank 1 and so on: what is proved is the program, and not one
 rank's copy of it. A number that isn't this process's rank stays what it is, and a
 correction that reads another rank's LSE is refuted. The op that comes out holds no
-rank. The verdict on a graph then depends on the rank, so with Config.ag_rs it is in the
-pass's ``uuid()``.
+rank. The verdict on a graph then depends on the rank in its group, so with Config.ag_rs
+the pass's ``uuid()`` holds this process's rank in every group that a graph may name.
 A program in which every rank reads rank 0's LSE is right on rank 0, where nothing tells
 it from a right one; only the other ranks refuse it.
+
+NOTE [whose scatter]
+Sequence and tensor parallelism gather and reduce-scatter too, far more often than DCP,
+and a user of on_miss="raise" wants none of it reported. So a pair is looked at where
+gathered fp32 data goes through an exponential or a user kernel, through no matrix
+product, and meets a tensor of this rank's own that is as large as what is scattered and
+holds a whole number of elements for each gathered one: weights, and what they weigh.
+Whether that is right is the proof's; any other pair is passed over in silence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from dcp_inductor.compiler.dataflow import DataFlow, Stale, is_pure_call, numel_of
-from dcp_inductor.compiler.exchange import Anchors, Exchange, read_collective
-from dcp_inductor.compiler.movement import is_size
+from dcp_inductor.compiler.exchange import (
+    Anchors,
+    Exchange,
+    read_collective,
+    sent_by,
+)
+from dcp_inductor.compiler.movement import is_constant, is_size
 from dcp_inductor.compiler.opaque import is_kernel, parameters_of
 from dcp_inductor.compiler.pack import Sources, cuts
 from dcp_inductor.compiler.region import (
@@ -49,23 +63,94 @@ from dcp_inductor.compiler.symbols import assignments
 from dcp_inductor.op import rank_in_group
 from dcp_inductor.report import Miss
 
+aten = torch.ops.aten
+
 _OPT_IN = (
     "it gathers LSEs and reduce-scatters, and the fused form rounds differently: "
     "Config(ag_rs=True) or DCP_INDUCTOR_AG_RS=1 allows it"
 )
 
 
-def find_scatters(graph: Graph) -> Anchors:
-    """Each reduce-scatter of what was computed with gathered fp32 data, in order.
+# Ops that make weights of LSEs. A power of a constant is one, a square is none.
+_EXPONENTIALS: frozenset[Any] = frozenset(
+    {
+        aten.exp.default,
+        aten.exp2.default,
+        aten.expm1.default,
+        aten.logaddexp.default,
+        aten.logaddexp2.default,
+        aten.logsumexp.default,
+        aten.pow.Scalar,
+        aten.sigmoid.default,
+        aten._softmax.default,
+    }
+)
+# Ops that sum products with weights of a model: tensor and sequence parallelism.
+_CONTRACTIONS: frozenset[Any] = frozenset(
+    {
+        aten.addmm.default,
+        aten.baddbmm.default,
+        aten.bmm.default,
+        aten.convolution.default,
+        aten.mm.default,
+        aten._scaled_mm.default,
+    }
+)
 
-    Others (of sequence or tensor parallelism) are none of DCP's and aren't reported.
-    """
+
+def find_scatters(graph: Graph) -> Anchors:
+    """Each reduce-scatter of what looks like partials weighted with gathered LSEs, in
+    order: NOTE [whose scatter]."""
     return [
         (node, scatter)
         for node in graph.nodes
         for scatter in read_collective(node, "reduce_scatter")
-        if _gathers_behind(node)
+        if _combined_gathers(node)
     ]
+
+
+def _combined_gathers(scatter: Node) -> list[Node]:
+    """The gathers behind a reduce-scatter that look like those of its LSEs."""
+    behind = _behind(scatter)
+    gathers = [node for node in behind if read_collective(node, "all_gather")]
+    inside = {*behind}.difference(gathers)
+    return [gather for gather in gathers if _looks_combined(gather, inside, scatter)]
+
+
+def _looks_combined(gather: Node, behind: set[Node], scatter: Node) -> bool:
+    """NOTE [whose scatter]. behind: what the reduce-scatter is computed from."""
+    lse, sent = sent_by(gather), sent_by(scatter)
+    if lse.meta["val"].dtype != torch.float32:
+        return False
+    between = _computed_from(gather, behind)
+    weighted = any(n.target in _EXPONENTIALS or is_kernel(n) for n in between)
+    if not weighted or any(node.target in _CONTRACTIONS for node in between):
+        return False
+    own = [
+        source
+        for node in between
+        for source in node.all_input_nodes
+        if source not in between and source is not gather and not is_constant(source)
+    ]
+    sizes = assignments((lse, sent, *own))[0]
+    rows, numel = numel_of(lse, sizes), numel_of(sent, sizes)
+    return (
+        rows > 0
+        and numel % rows == 0
+        and any(numel_of(source, sizes) == numel for source in own)
+    )
+
+
+def _computed_from(gather: Node, behind: set[Node]) -> set[Node]:
+    """Those of ``behind`` that gathered data is in."""
+    found: set[Node] = set()
+    todo = [gather]
+    while todo:
+        for user in todo.pop().users:
+            if user in behind and user not in found and not is_size(user):
+                found.add(user)
+                todo.append(user)
+    return found
 
 
 def _behind(scatter: Node) -> list[Node]:
@@ -92,18 +177,13 @@ def _is_result(node: Node) -> bool:
     return any(read_collective(source, "all_gather") for source in node.all_input_nodes)
 
 
-def _gathers_behind(scatter: Node) -> list[Exchange | Miss]:
-    """All-gathers of fp32 data that a reduce-scatter is computed from."""
-    return [
-        exchange
-        for node in _behind(scatter)
+def _read(gathers: Iterable[Node]) -> Iterator[tuple[Node, Exchange | Miss]]:
+    """What each gather exchanges, or why it can't be taken."""
+    return (
+        (node, exchange)
+        for node in gathers
         for exchange in read_collective(node, "all_gather")
-        if isinstance(exchange, Miss) or _dtype_sent(exchange) == torch.float32
-    ]
-
-
-def _dtype_sent(exchange: Exchange) -> torch.dtype:
-    return exchange.sent.meta["val"].dtype
+    )
 
 
 class GatherScatterFinder:
@@ -125,7 +205,8 @@ class GatherScatterFinder:
             return Proposal((scatter,), (), Miss(_OPT_IN))
         found: list[Region | Miss] = []
         hint = ""
-        for gather in self._nearest_first(_gathers_behind(scatter.node)):
+        gathers = self._nearest_first(_combined_gathers(scatter.node))
+        for _, gather in _read(gathers):
             miss = gather if isinstance(gather, Miss) else _unlike(gather, scatter)
             if isinstance(gather, Miss) or miss is not None:
                 found += [miss] if miss is not None else []
@@ -142,13 +223,10 @@ class GatherScatterFinder:
         assert self._flow is not None, "it found this scatter"
         return _Search(self._flow, gather, scatter)
 
-    def _nearest_first(self, gathers: list[Exchange | Miss]) -> list[Exchange | Miss]:
-        """By place in the graph, from the end; misses come last."""
+    def _nearest_first(self, gathers: list[Node]) -> list[Node]:
+        """By place in the graph, from the end."""
         assert self._flow is not None, "it found these"
-        place = self._flow.place
-        return sorted(
-            gathers, key=lambda g: -1 if isinstance(g, Miss) else place[g.node]
-        )[::-1]
+        return self._flow.in_order(gathers)[::-1]
 
 
 def _unlike(gather: Exchange, scatter: Exchange) -> Miss | None:
@@ -276,7 +354,7 @@ def _passed(node: Node, rank: int) -> Iterable[str]:
     """The parameters of a call that are passed ``rank`` and may mean it."""
     if is_kernel(node):
         return parameters_of(node, rank)
-    if node.target is torch.ops.aten.select.int and node.args[2] == rank:
+    if node.target is aten.select.int and node.args[2] == rank:
         return ("index",)
     return ()
 

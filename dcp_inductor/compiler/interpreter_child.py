@@ -1,4 +1,4 @@
-"""The process that runs user Triton kernels on the CPU, for opaque.py of its parent.
+"""The process that interprets user Triton kernels, for interpreter.py of its parent.
 
 Reads pickled requests on stdin, each with its length before it, and answers on stdout.
 Ends when stdin does, when its parent is gone, or when nothing came for a while.
@@ -21,6 +21,9 @@ import threading
 import time
 from typing import Any, BinaryIO
 
+from dcp_inductor.compiler.interpreter_meter import METER, TooMuchWork
+from dcp_inductor.compiler.transient import is_transient
+
 _IDLE_S = 120.0
 _LENGTH = struct.Struct("<Q")
 
@@ -38,11 +41,20 @@ def main() -> None:
         request = read_message(requests)
         if request is None:
             return
-        try:
-            answer: Any = ("done", run(**request))
-        except Exception as error:
-            answer = ("failed", f"{type(error).__name__}: {error}")
-        write_message(answers, answer)
+        write_message(answers, answer_to(**request))
+
+
+def answer_to(most_steps: int, **request: Any) -> tuple[str, Any]:
+    """ "done" with what was written, "failed" for a reason of the kernel's, or "short"
+    of memory."""
+    METER.start(most_steps)
+    try:
+        return "done", run(**request)
+    except TooMuchWork as error:
+        return "failed", f"{error}"
+    except Exception as error:
+        kind = "short" if is_transient(error) else "failed"
+        return kind, f"{type(error).__name__}: {error}"
 
 
 def read_message(stream: BinaryIO) -> Any:
@@ -82,8 +94,8 @@ def run(
         } | numbers
         try:
             launch(kernel, grid, given)
-        except Exception:
-            if launch is _launch_lifted:
+        except Exception as error:
+            if launch is _launch_lifted and not is_transient(error):
                 continue
             raise
         return {key: bytes(storages[key]) for key in results}
@@ -116,6 +128,7 @@ def _prepare() -> None:
 
     np.seterr(all="ignore")
     interpreter._convert_float = _convert_float
+    METER.attach(interpreter.InterpreterBuilder)
 
 
 def _convert_float(data: Any, source: Any, result: Any, rounding: Any) -> Any:

@@ -22,6 +22,8 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+from dcp_inductor.compiler.interpreter_meter import METER
+
 _BATCH = 512
 
 # Elementwise on data of any shape, or without data: lifted as they are.
@@ -80,7 +82,9 @@ def _builder_methods(
         if name.startswith("create_")
         and f" {name.removeprefix('create_')} " not in _AS_THEY_ARE
     }
-    methods |= {f"create_{name}": method for name, method in _LIFTED.items()}
+    methods |= {
+        f"create_{name}": METER.counted(method) for name, method in _LIFTED.items()
+    }
     methods["create_get_program_id"] = lambda axis: _handle(ids[axis], tl.int32)
     methods["create_get_num_programs"] = lambda axis: _handle(
         np.array([grid[axis]], np.int32), tl.int32
@@ -140,7 +144,7 @@ def _cat(lhs: Any, rhs: Any) -> Any:
     return _handle(np.concatenate(both, axis=1), lhs.dtype.scalar)
 
 
-_LIFTED = {
+_LIFTED: dict[str, Any] = {
     "make_range": lambda ret_ty, start, stop: _handle(
         np.arange(start, stop, dtype=np.int32)[None], tl.int32
     ),

@@ -1,25 +1,14 @@
 """User Triton kernels in a region: which nodes they are, and how a proof runs them.
 
 A kernel is a black box: what it does is seen by running it, never read off its name or
-its code. On a machine with a GPU it runs there; elsewhere in Triton's interpreter, in
-a child process (NOTE [child] of interpreter_child.py).
+its code. On a machine with a GPU it runs there; elsewhere, and where the GPU has no
+room for it now, in Triton's interpreter, in a child process (interpreter.py).
 """
 
 from __future__ import annotations
 
-import atexit
 import inspect
 import operator
-import os
-import pickle
-import select
-import struct
-import subprocess
-import sys
-import tempfile
-import threading
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,15 +20,9 @@ from torch._higher_order_ops.triton_kernel_wrap import (
 from torch.fx import Node
 
 from dcp_inductor.compiler import kernel_source
+from dcp_inductor.compiler.interpreter import CHILD, CantRun, CantRunNow
 from dcp_inductor.compiler.kernel_source import CantRead
-
-# One launch in the interpreter, its start included; a proof makes tens of them.
-_TIMEOUT_S = 120.0
-_LENGTH = struct.Struct("<Q")
-
-
-class CantRun(Exception):
-    """The kernel can't be run here; str() says why."""
+from dcp_inductor.compiler.transient import out_of_memory
 
 
 def is_kernel(node: Node) -> bool:
@@ -115,11 +98,32 @@ def run(
     """
     try:
         kernel = kernel_source.jit_function(_kernel(call))
-        if torch.cuda.is_available() and not changed:
-            return _run_on_gpu(call)
-        return _interpret(kernel, call, changed or {})
+        if not torch.cuda.is_available() or changed:
+            return _interpret(kernel, call, changed or {})
+        return _run_where_there_is_room(kernel, call)
     except CantRead as error:
         raise CantRun(f"{error}") from error
+
+
+def _run_where_there_is_room(kernel: Any, call: dict[str, Any]) -> dict[str, Tensor]:
+    """On the GPU, or interpreted: how much memory is free, or whether a graph is being
+    captured, is nothing of the kernel's."""
+    try:
+        if not torch.cuda.is_current_stream_capturing():
+            return _run_on_gpu(call)
+        kept = "a CUDA graph is being captured"
+    except Exception as error:
+        what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        if type(error).__module__.startswith("triton."):
+            # Its compiler's, and what a card can't hold; the driver's have no type.
+            raise CantRun(f"can't run on this GPU: {what}") from error
+        if not out_of_memory(error):
+            raise
+        kept = f"its GPU is out of memory ({what})"
+    try:
+        return _interpret(kernel, call, {})
+    except CantRun as error:
+        raise CantRunNow(f"can't run now, {kept}, and {error}") from error
 
 
 def _kernel(call: Any) -> Any:
@@ -136,8 +140,6 @@ def _symbolic(value: Any) -> bool:
 
 
 def _run_on_gpu(call: dict[str, Any]) -> dict[str, Tensor]:
-    if torch.cuda.is_current_stream_capturing():
-        raise CantRun("can't run while a CUDA graph is being captured")
     there = {
         name: _moved(value, "cuda") if isinstance(value, Tensor) else value
         for name, value in call["kwargs"].items()
@@ -175,7 +177,7 @@ def _interpret(
     (grid,) = call["grid"]
     if callable(grid):
         raise CantRun("has a grid that is a function")
-    answer = _CHILD.ask(
+    answer = CHILD.ask(
         kernel,
         {
             "name": kernel.fn.__name__,
@@ -200,93 +202,3 @@ def _filled(like: Tensor, data: bytes) -> Tensor:
         return torch.empty_like(like)
     flat = torch.frombuffer(bytearray(data), dtype=like.dtype)
     return flat.as_strided(like.shape, like.stride())
-
-
-class _Child:
-    """The interpreter's process: started when needed, ended with this one."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.process: subprocess.Popen[bytes] | None = None
-        self.folder: tempfile.TemporaryDirectory[str] | None = None
-
-    def ask(self, kernel: Any, request: dict[str, Any]) -> dict[str, bytes]:
-        """Run one launch. Raises CantRun."""
-        with self.lock:
-            if self.process is None or self.process.poll() is not None:
-                self._start()
-            assert self.folder is not None
-            module = kernel_source.write_files(kernel, Path(self.folder.name))
-            request = {"folder": self.folder.name, "module": module, **request}
-            try:
-                kind, answer = self._exchange(request)
-            except Exception as error:
-                self.stop()
-                raise CantRun(_trouble(error)) from error
-        if kind == "failed":
-            raise CantRun(f"can't be interpreted: {answer}")
-        return answer
-
-    def stop(self) -> None:
-        """End the process, and remove its files."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            for pipe in (self.process.stdin, self.process.stdout):
-                assert pipe is not None
-                pipe.close()
-            self.process = None
-        if self.folder is not None:
-            self.folder.cleanup()
-            self.folder = None
-
-    def _start(self) -> None:
-        self.stop()
-        self.folder = tempfile.TemporaryDirectory(prefix="dcp_inductor_")
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}\n"
-            "from dcp_inductor.compiler.interpreter_child import main; main()"
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-
-    def _exchange(self, request: dict[str, Any]) -> tuple[str, Any]:
-        assert self.process is not None
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        data = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
-        self.process.stdin.write(_LENGTH.pack(len(data)) + data)
-        self.process.stdin.flush()
-        deadline = time.monotonic() + _TIMEOUT_S
-        fd = self.process.stdout.fileno()
-        (length,) = _LENGTH.unpack(_read(fd, _LENGTH.size, deadline))
-        return pickle.loads(_read(fd, length, deadline))
-
-
-def _read(fd: int, length: int, deadline: float) -> bytes:
-    parts = bytearray()
-    while len(parts) < length:
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([fd], [], [], left)[0]:
-            raise TimeoutError
-        part = os.read(fd, min(length - len(parts), 1 << 20))
-        if not part:
-            raise EOFError
-        parts += part
-    return bytes(parts)
-
-
-def _trouble(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return f"took more than {_TIMEOUT_S:.0f} s in Triton's interpreter"
-    if isinstance(error, (EOFError, OSError)):
-        return "ended Triton's interpreter"
-    return f"can't be sent to Triton's interpreter: {type(error).__name__}: {error}"
-
-
-_CHILD = _Child()
-atexit.register(_CHILD.stop)

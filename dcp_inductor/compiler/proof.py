@@ -47,6 +47,7 @@ from dcp_inductor.compiler.simulate import (
     casts_down,
 )
 from dcp_inductor.compiler.symbols import assignments
+from dcp_inductor.compiler.transient import is_transient, what_to_do
 from dcp_inductor.compiler.uniform import not_uniform
 from dcp_inductor.merge import LSE_MODES, LseMode, head_slice, merge
 from dcp_inductor.report import Miss
@@ -107,7 +108,11 @@ def prove(region: Region) -> Proof | Miss:
             return replace(known, from_memo=True) if isinstance(known, Proof) else known
         try:
             verdict = _judge(region)
-        except CantSimulate as error:
+        except Exception as error:
+            if is_transient(error):
+                return Miss(what_to_do(error), transient=True)
+            if not isinstance(error, CantSimulate):
+                raise
             verdict = Miss(str(error))
         _MEMO[key] = verdict
     return verdict

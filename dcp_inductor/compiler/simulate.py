@@ -108,11 +108,17 @@ class Simulation:
         for kept, tensor in zip(self.sent, sent, strict=True):
             kept.append(tensor)
         for receiver in receivers:
-            data = _received(exchange, sent, receiver)
-            for node in exchange.received:
-                like: Tensor = node.meta["val"]
-                shape = self.sizes.sizes(like.shape)
-                values[receiver][node] = data.view(like.dtype).reshape(shape)
+            try:
+                data = _received(exchange, sent, receiver)
+                for node in exchange.received:
+                    like: Tensor = node.meta["val"]
+                    shape = self.sizes.sizes(like.shape)
+                    values[receiver][node] = data.view(like.dtype).reshape(shape)
+            except Exception as error:
+                of = str(sent[0].dtype).removeprefix("torch.")
+                raise CantSimulate(
+                    f"{exchange.node.name}, {exchange.kind} of {of}, {_cant_run(error)}"
+                ) from error
 
     def _outcome(self, values: dict[Node, Any]) -> Outcome:
         region = self.region
@@ -145,8 +151,7 @@ class Simulation:
             result = node.target(*self._concrete(args), **self._concrete(kwargs))  # type: ignore
         except Exception as error:
             raise CantSimulate(
-                f"{node.name} ({node.target}) can't be run on the CPU: "
-                f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                f"{node.name} ({node.target}) {_cant_run(error)}"
             ) from error
         if node.op == "call_function" and _leaves_garbage(node):
             _poison(result)
@@ -163,6 +168,11 @@ class Simulation:
         if isinstance(value, dict):
             return {key: self._concrete(item) for key, item in value.items()}
         return value
+
+
+def _cant_run(error: Exception) -> str:
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"can't be run on the CPU: {type(error).__name__}: {first_line}"
 
 
 def _launched(

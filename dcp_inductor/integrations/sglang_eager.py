@@ -6,9 +6,10 @@ it may is decided by sglang.py, for all ranks alike.
 NOTE [hook and pass]
 Where Dynamo traces, the hook is the original function and nothing else: the graph is
 the one without a hook, and the pass proves and rewrites it. So each call goes one way.
-Which way an eager call goes depends on what is the same on all ranks: the plan, the
+Which way an eager call goes depends on what is the same on all ranks: the plans, the
 arguments' shapes and dtypes. One rank in the op and another in sglang's exchange would
-wait for each other.
+wait for each other. So a rank whose hook isn't in place says so in the vote of the
+start, and no rank serves by it then.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from dcp_inductor.integrations import sglang_hooks
 from dcp_inductor.integrations.sglang_plan import Plan
 from dcp_inductor.logs import integrations as log
 
@@ -35,33 +37,49 @@ _PARAMETERS = (
     "comm_backend",
 )
 
-_serving: Plan | None = None
+# By what tells their calls apart: group, heads, head dim, dtype. A draft model's
+# exchanges can be others than its target's.
+_serving: dict[tuple[Any, ...], Plan] = {}
 
 
-def serve(plan: Plan | None) -> None:
-    """From now on, send eager exchanges of ``plan`` to the op; None: send none."""
-    global _serving
-    _serving = plan
+def serve(plan: Plan) -> None:
+    """From now on, send eager exchanges of ``plan`` to the op, as wide as the widest
+    plan of their kind."""
+    key = (plan.host_group, plan.num_heads, plan.head_dim, plan.dtype)
+    known = _serving.get(key)
+    if known is None or known.max_tokens < plan.max_tokens:
+        _serving[key] = plan
+
+
+def stop() -> None:
+    """Send no eager exchange to the op any more."""
+    _serving.clear()
+
+
+def objection() -> str | None:
+    """Why eager exchanges can't be served here, or None where they can."""
+    import dcp_inductor.op  # noqa: F401  registers the op
+
+    return sglang_hooks.unbound(MODULE, _FUNCTION, around)
 
 
 @functools.cache
 def hook() -> None:
     """Put the hook around sglang's function, which is imported; once a process."""
     from sglang.srt.layers.dcp import comm
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookType
 
     found = tuple(inspect.signature(comm.dcp_a2a_lse_reduce).parameters)
     if found != _PARAMETERS:
         log.warning(
-            "dcp_inductor: eager decode stays unfused: sglang's %s takes (%s) here, "
-            "and (%s) is known",
+            "dcp_inductor: no hook for eager decode: sglang's %s takes (%s) here, and "
+            "(%s) is known",
             _FUNCTION,
             ", ".join(found),
             ", ".join(_PARAMETERS),
         )
         return
-    HookRegistry.register(f"{MODULE}.{_FUNCTION}", around, HookType.AROUND)
-    HookRegistry.apply_hooks()
+    sglang_hooks.bind(f"{MODULE}.{_FUNCTION}", around, HookType.AROUND)
 
 
 def around(
@@ -80,14 +98,14 @@ def around(
     """
     import torch
 
+    plan: Plan | None = None
     if (
-        torch.compiler.is_compiling()
-        or _serving is None
-        or cuda_graph_buffers is not None
-        or comm_backend != "a2a"
-        or cp_group.unique_name != _serving.host_group
-        or not _fits(_serving, cp_attn_out, cp_attn_lse)
+        not torch.compiler.is_compiling()
+        and cuda_graph_buffers is None
+        and comm_backend == "a2a"
     ):
+        plan = _plan_of(cp_attn_out, cp_attn_lse, cp_group)
+    if plan is None:
         return original(
             cp_attn_out,
             cp_attn_lse,
@@ -99,21 +117,24 @@ def around(
     return torch.ops.dcp_inductor.a2a_lse_reduce(
         cp_attn_out,
         cp_attn_lse,
-        _serving.host_group,
-        _serving.num_ranks,
+        plan.host_group,
+        plan.num_ranks,
         "basee" if is_lse_base_on_e else "base2",
     )
 
 
-def _fits(plan: Plan, partial_o: Tensor, partial_lse: Tensor) -> bool:
-    """True for what was reserved. A wider batch (a prefill) keeps sglang's exchange,
-    which moves much data in one piece."""
-    num_tokens, *rest = partial_o.shape
-    return (
-        rest == [plan.num_heads, plan.head_dim]
+def _plan_of(partial_o: Tensor, partial_lse: Tensor, group: Any) -> Plan | None:
+    """What was reserved for a call, if it fits. A wider batch (a prefill) keeps
+    sglang's exchange, which moves much data in one piece."""
+    if partial_o.dim() != 3:
+        return None
+    num_tokens, num_heads, head_dim = partial_o.shape
+    plan = _serving.get((group.unique_name, num_heads, head_dim, partial_o.dtype))
+    fits = (
+        plan is not None
         and 0 < num_tokens <= plan.max_tokens
-        and partial_o.dtype == plan.dtype
         and partial_lse.shape == partial_o.shape[:2]
         and partial_lse.dtype.itemsize == 4
         and partial_lse.dtype.is_floating_point
     )
+    return plan if fits else None

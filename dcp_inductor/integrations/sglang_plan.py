@@ -127,29 +127,57 @@ def _widest_batch(runner: Any, eager: bool) -> int | None:
     also from those that it captures without compiling, or, where it captures nothing,
     from the requests that it holds at once.
     """
-    from sglang.srt.model_executor.runner.base_cuda_graph_runner import (
-        get_batch_sizes_to_capture,
-    )
-    from sglang.srt.runtime_context import get_exec
-
     model_runner = runner.model_runner
-    tokens_per_request: int = model_runner.decode_num_tokens_per_req()
-    batches: list[int] = []
-    if get_exec().graph.cuda_graph_config is not None:
-        captured, compiled = get_batch_sizes_to_capture(
-            model_runner,
-            tokens_per_request,
-            gathered_buffer_required=any(
-                model_runner.decode_graph_gather_requirements()
-            ),
-        )
-        batches = captured if eager else compiled
-    if batches:
-        return max(batches) * tokens_per_request
+    widths = _tokens_per_request(model_runner)
+    if _captures_decode():
+        found = [
+            max(batches) * width
+            for width in widths
+            if (batches := _captured_batches(model_runner, width, eager))
+        ]
+        return max(found, default=None)
     if not eager:
         return None
     requests: int = model_runner.req_to_token_pool.size
-    return min(requests * tokens_per_request, _EAGER_TOKENS)
+    return min(requests * max(widths), _EAGER_TOKENS)
+
+
+def _tokens_per_request(model_runner: Any) -> list[int]:
+    """Of a decode step: now, and where speculation adapts itself, at most."""
+    from sglang.srt.runtime_context import max_speculative_num_draft_tokens
+
+    drafted = (None, max_speculative_num_draft_tokens())
+    return [
+        model_runner.decode_num_tokens_per_req(num_draft_tokens=number)
+        for number in dict.fromkeys(drafted)
+    ]
+
+
+def _captures_decode() -> bool:
+    from sglang.srt.model_executor.cuda_graph_config import (
+        Backend,
+        Phase,
+        check_cuda_graph_backend,
+    )
+    from sglang.srt.runtime_context import get_exec
+
+    return get_exec().graph.cuda_graph_config is not None and not (
+        check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
+    )
+
+
+def _captured_batches(model_runner: Any, width: int, eager: bool) -> list[int]:
+    """Requests of each batch that is captured; without ``eager``, compiled too."""
+    from sglang.srt.model_executor.runner.base_cuda_graph_runner import (
+        get_batch_sizes_to_capture,
+    )
+
+    captured, compiled = get_batch_sizes_to_capture(
+        model_runner,
+        width,
+        gathered_buffer_required=any(model_runner.decode_graph_gather_requirements()),
+    )
+    return captured if eager else compiled
 
 
 def _is_mla(module: Any) -> bool:

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from dcp_inductor.errors import BadInput
 from dcp_inductor.merge import PARTIAL_DTYPES, LseMode
+from dcp_inductor.runtime.caller import NO_CALLER, Caller
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ class Geometry:
 class ExchangeCall:
     """partial_o ``[B, H, D]``, partial_lse ``[B, H]`` fp32, any strides, one device.
 
-    site: which call of the program this is, as far as it is known; calls of several
-    ranks that meet must have the same.
+    site and caller: which call of the program this is, its place in a compiled graph (0
+    outside of one) and the function that makes it; calls of several ranks that meet
+    must have the same.
     """
 
     partial_o: Tensor
@@ -58,6 +60,7 @@ class ExchangeCall:
     with_lse: bool
     lane: int = 0
     site: int = 0
+    caller: Caller = NO_CALLER
 
     @property
     def cp_size(self) -> int:

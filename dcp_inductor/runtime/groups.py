@@ -42,17 +42,19 @@ def resolve_group(group_name: str) -> ProcessGroup:
         return dist.distributed_c10d._resolve_process_group(torch_name)  # type: ignore[arg-type]
     except (AttributeError, RuntimeError, ValueError, KeyError, TypeError) as error:
         _check_initialised(f"group {group_name!r}")
-        known = sorted({*_ALIASES, *_torch_group_names()})
         raise UnknownGroup(
             f"No process group of this process is called {group_name!r}; it has "
-            f"{known}. The exchange needs the group that holds one KV cache shard a "
-            "rank: pass the ProcessGroup itself or its group_name, or register the "
-            "host's name with dcp_inductor.alias_group."
+            f"{known_groups()}. The exchange needs the group that holds one KV cache "
+            "shard a rank: pass the ProcessGroup itself or its group_name, or register "
+            "the host's name with dcp_inductor.alias_group."
         ) from error
 
 
-def _torch_group_names() -> list[str]:
-    return list(dist.distributed_c10d._world.pg_names.values())
+def known_groups() -> list[str]:
+    """Every name of this process's groups, torch's and hosts', sorted."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    return sorted({*_ALIASES, *dist.distributed_c10d._world.pg_names.values()})
 
 
 def _check_initialised(what: str) -> None:

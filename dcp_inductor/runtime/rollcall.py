@@ -11,8 +11,7 @@ has moved by then, and a rank that doesn't come is known by its number. What tel
 apart:
 - shape, dtype and base;
 - the place in a compiled graph;
-- the function that calls, or that was compiled, by its file's name and first line: not
-  the line in it, since ranks may stand in different branches of one function;
+- the function that calls, or that was compiled (caller.py);
 - the number on this group, which also counts empty batches: they send nothing, and a
   rank that alone has one would be a call ahead.
 """
@@ -20,13 +19,10 @@ apart:
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import time
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 import torch
@@ -43,8 +39,6 @@ from dcp_inductor.runtime.call import ExchangeCall
 _MESSAGE_TAG = 0xDC9
 _WORDS = ("number", "tokens", "heads", "head dim", "dtype", "base", "site")
 _CALLER_BYTES = 64
-# Frames of these packages stand between a call and the function that made it.
-_BETWEEN = ("torch", "dcp_inductor", "contextlib", "functools")
 
 _NUMBERS: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -115,22 +109,9 @@ def _message(call: ExchangeCall, number: int) -> Tensor:
     o = call.partial_o
     base, dtype = LSE_MODES.index(call.lse_mode), PARTIAL_DTYPES.index(o.dtype)
     words = torch.tensor([number, *o.shape, dtype, base, call.site])
-    caller = _caller().encode()[:_CALLER_BYTES].ljust(_CALLER_BYTES, b"\0")
+    caller = str(call.caller).encode()[:_CALLER_BYTES].ljust(_CALLER_BYTES, b"\0")
     named = torch.tensor([*caller], dtype=torch.uint8).view(words.dtype)
     return torch.cat([words, named])
-
-
-def _caller() -> str:
-    """The function that made this call: "file.py:first line name"."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", "torch"))
-        if module.split(".")[0] not in _BETWEEN:
-            code = frame.f_code
-            file = os.path.basename(code.co_filename)
-            return f"{file}:{code.co_firstlineno} {code.co_name}"
-        frame = frame.f_back
-    return ""
 
 
 def _exchange(

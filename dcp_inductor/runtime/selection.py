@@ -7,6 +7,10 @@ The steps are votes: nobody goes on to a step that can hang before all ranks hav
 that the step before it worked for them, so an error on one rank is an error on all. A
 backend that says BackendUnavailable only when its workspaces are made is passed over by
 all ranks, unless it was asked for by name.
+
+What a rank finds out about itself and its machine, an exception included, is stated
+first; what follows from it is worked out of all ranks' statements alone, so that no
+rank looks again and comes to another end than its peers.
 """
 
 from __future__ import annotations
@@ -74,19 +78,16 @@ def _agree_on_backends(
     group: ProcessGroup, geometry: Geometry, device: torch.device, config: Config
 ) -> list[Backend]:
     """Those that every rank can run and that are asked for, best first."""
-    mine: dict[str, Any] = {
-        "library": library_identity(),
-        "torch": str(torch.__version__),
-        "config": repr(config),
-        "geometry": repr(geometry),
-        "device type": device.type,
-        "place": place(device),
-        "capability": _capability(device),
-    }
-    for backend in backends.BACKENDS:
-        mine[backend.name] = _objection(backend, group, device, geometry, config)
-        mine[f"identity of {backend.name}"] = backend.identity()
+    mine = _statement(group, geometry, device, config)
     stated = agree(group, "the first exchange or reserve()", mine, config.timeout_s)
+    trouble = first_objection(
+        stated, "trouble", lambda rank, why: f"rank {rank}: {why}"
+    )
+    if trouble is not None:
+        raise RanksDisagree(
+            f"Looking at what group {group.group_name!r} can exchange on failed on "
+            f"{trouble}. No rank goes on; see that rank's log and its card."
+        )
     require_equal(
         group, stated, ["library", "torch", "config", "geometry", "device type"]
     )
@@ -110,6 +111,30 @@ def _agree_on_backends(
     return taken
 
 
+def _statement(
+    group: ProcessGroup, geometry: Geometry, device: torch.device, config: Config
+) -> dict[str, Any]:
+    """What this rank is, has and can run; or what kept it from finding out."""
+    try:
+        mine: dict[str, Any] = {
+            "trouble": "",
+            "library": library_identity(),
+            "torch": str(torch.__version__),
+            "config": repr(config),
+            "geometry": repr(geometry),
+            "device type": device.type,
+            "place": place(device),
+            "capability": _capability(device),
+        }
+        for backend in backends.BACKENDS:
+            objection, identity = _look_at(backend, group, device, geometry, config)
+            mine[backend.name] = objection
+            mine[f"identity of {backend.name}"] = identity
+        return mine
+    except Exception as error:
+        return {"trouble": f"{type(error).__name__}: {error}"}
+
+
 def _capability(device: torch.device) -> list[int] | None:
     if device.type != "cuda":
         return None
@@ -123,22 +148,22 @@ def _common_capability(stated: list[dict[str, Any]]) -> tuple[int, int] | None:
     return (first[0], first[1]) if first and not others else None
 
 
-def _objection(
+def _look_at(
     backend: Backend,
     group: ProcessGroup,
     device: torch.device,
     geometry: Geometry,
     config: Config,
-) -> str:
-    """Why this rank can't run the backend, or ""; a failing look is a reason too, since
-    an exception here would leave the other ranks waiting."""
+) -> tuple[str, str]:
+    """Why this rank can't run the backend, or "", and what it is; a failing look is a
+    reason too, since an exception here would leave the other ranks waiting."""
     try:
         reason = backend.unavailable(group, device) or backend.declines(geometry)
         if reason is None and config.backend != backend.name:
             reason = backend.only_if_asked()
-        return reason or ""
+        return reason or "", backend.identity()
     except Exception as error:
-        return f"asking it failed with {type(error).__name__}: {error}"
+        return f"asking it failed with {type(error).__name__}: {error}", ""
 
 
 def _blocked(backend: Backend, stated: list[dict[str, Any]]) -> str | None:

@@ -16,7 +16,9 @@ memory must anyway; nothing runs here at a replay that could check it.
 
 NOTE [reserve]
 Slots are made by reserve(), on all ranks at once, never inside a capture. Its steps
-are votes: an error on one rank is an error on all (selection.py).
+are votes: an error on one rank is an error on all (selection.py). Threads of a process
+take turns at a group, and one that finds what it wanted made by another makes nothing:
+its peers may have made it once.
 
 NOTE [life]
 A reservation lives as long as its process group; a group made again under the same
@@ -27,6 +29,7 @@ which stays: captured graphs hold its addresses.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +47,7 @@ from dcp_inductor.errors import (
 )
 from dcp_inductor.logs import runtime as log
 from dcp_inductor.merge import PARTIAL_DTYPES
+from dcp_inductor.runtime.agreement import one_at_a_time
 from dcp_inductor.runtime.backends import Backend, Buffers
 from dcp_inductor.runtime.call import ExchangeCall, Geometry
 from dcp_inductor.runtime.groups import group_name_of, resolve_group
@@ -161,27 +165,31 @@ class _Groups:
 
     def __init__(self) -> None:
         self._of: dict[str, tuple[weakref.ref[ProcessGroup], OfGroup]] = {}
+        self._changing = threading.Lock()
 
     def find(self, name: str, group: ProcessGroup) -> OfGroup:
         known = self._of.get(name)
-        if known is not None and known[0]() is group:
-            return known[1]
-        fresh = OfGroup()
-        self._of[name] = (weakref.ref(group), fresh)
-        return fresh
+        if known is None or known[0]() is not group:
+            with self._changing:
+                known = self._of.get(name)
+                if known is None or known[0]() is not group:
+                    known = self._of[name] = (weakref.ref(group), OfGroup())
+        return known[1]
 
     def living(self) -> list[tuple[str, OfGroup]]:
-        return [(n, of) for n, (ref, of) in self._of.items() if ref() is not None]
+        found = [*self._of.items()]
+        return [(name, of) for name, (ref, of) in found if ref() is not None]
 
 
 @dataclass
 class OfGroup:
     """One group's reservations: newest last, by kind; retired ones stay in the list.
 
-    accepted: signatures of calls that passed every check; a decoder repeats a few.
+    accepted: kinds of calls that passed every check, by signature; a decoder repeats a
+    few.
     """
 
-    accepted: set[tuple[Any, ...]] = field(default_factory=set)
+    accepted: dict[tuple[Any, ...], Kind] = field(default_factory=dict)
     of_kind: dict[Kind, list[Reservation]] = field(default_factory=dict)
 
     def newest(self, kind: Kind) -> Reservation | None:
@@ -197,18 +205,21 @@ def known_of(name: str, group: ProcessGroup) -> OfGroup:
     return _GROUPS.find(name, group)
 
 
-def run(call: ExchangeCall, known: OfGroup) -> Merged:
+def run(call: ExchangeCall, known: OfGroup, kind: Kind) -> Merged:
     """Run a checked call on the reservation of its group, made now if there is none."""
-    kind = _kind(call)
     reservation = known.newest(kind)
     if reservation is None or call.lane >= reservation.geometry.lanes:
-        reservation = _reserve_for(call, reservation)
+        reservation = _reserve_in_turn(call, known, kind)
     return reservation.run(call)
 
 
-def _kind(call: ExchangeCall) -> Kind:
-    o = call.partial_o
-    return o.shape[1], o.shape[2], o.dtype, o.device
+def _reserve_in_turn(call: ExchangeCall, known: OfGroup, kind: Kind) -> Reservation:
+    """What ``call`` needs, by now made by another thread, or made here."""
+    with one_at_a_time(call.group):
+        reservation = known.newest(kind)
+        if reservation is None or call.lane >= reservation.geometry.lanes:
+            reservation = _reserve_for(call, reservation)
+        return reservation
 
 
 def _reserve_for(call: ExchangeCall, known: Reservation | None) -> Reservation:
@@ -308,12 +319,13 @@ def _reserve(
     name: str, group: ProcessGroup, geometry: Geometry, device: torch.device
 ) -> Reservation:
     config = Config.from_env()
-    backend, buffers = choose(group, geometry, device, config)
-    reservation = Reservation(
-        name, group.rank(), geometry, backend, device, buffers, config.timeout_s
-    )
     kind = (geometry.num_heads, geometry.head_dim, geometry.dtype, device)
-    _GROUPS.find(name, group).of_kind.setdefault(kind, []).append(reservation)
+    with one_at_a_time(group):
+        backend, buffers = choose(group, geometry, device, config)
+        reservation = Reservation(
+            name, group.rank(), geometry, backend, device, buffers, config.timeout_s
+        )
+        _GROUPS.find(name, group).of_kind.setdefault(kind, []).append(reservation)
     log.info(
         "group %s: backend %s, %d tokens, %d heads of %d, %d slots, %.1f MiB",
         name,

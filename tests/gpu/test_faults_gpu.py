@@ -1,4 +1,4 @@
-"""A peer that is killed or skips a call: an exception in time, and a clean exit.
+"""A peer that is killed, skips a call or makes another: an exception in time.
 
 Starts its own two processes on two GPUs; run with plain pytest, not torchrun.
 """
@@ -63,8 +63,15 @@ def _worker(fault, rank, folder, results):
     def call(batch=4):
         return dcp_inductor.a2a_lse_reduce(o[:batch], lse[:batch], lse_mode="base2")
 
+    def draft(batch=4):
+        return dcp_inductor.a2a_lse_reduce(o[:batch], lse[:batch], lse_mode="base2")
+
+    compiled = {function: torch.compile(function) for function in (call, draft)}
     for _ in range(5):
         call()
+    for step in compiled.values():
+        assert torch.equal(step(), call())
+    dcp_inductor.check()
     torch.cuda.synchronize()
     start = time.monotonic()
     if rank == 1 and fault == "killed":
@@ -72,6 +79,12 @@ def _worker(fault, rank, folder, results):
     try:
         if rank == 1 and fault == "narrow":
             call(2)
+        elif rank == 1 and fault == "function":
+            draft()
+        elif fault == "compiled function":
+            compiled[draft if rank == 1 else call]()
+        elif rank == 1 and fault == "eager beside compiled":
+            compiled[call]()
         elif not (rank == 1 and fault == "skips"):
             call()
         dcp_inductor.check()
@@ -94,8 +107,12 @@ def test_a_peer_that_never_comes(fault):
     assert found[-1][0].startswith("[0")
 
 
-def test_a_peer_with_another_width():
-    found = run("narrow")
+@pytest.mark.parametrize(
+    "fault", ["narrow", "function", "compiled function", "eager beside compiled"]
+)
+def test_a_peer_at_another_call(fault):
+    """Of one geometry but for the first; the compiled functions share one artifact."""
+    found = run(fault)
     assert "another call's data" in found[0][0]
     assert "another call's data" in found[1][0]
     assert found[-1][0] == "[0, 0]"

@@ -199,7 +199,8 @@ def test_the_eager_hook_in_a_capture(ranks, group, monkeypatch):
     reserve(group, h)
     names = group.unique_name, group.device_group.group_name
     plan = Plan(*names, n, 64, h, D, torch.bfloat16, None, "a2a", False, True)
-    monkeypatch.setattr(sglang_eager, "_serving", plan)
+    monkeypatch.setattr(sglang_eager, "_serving", {})
+    sglang_eager.serve(plan)
     o, lse = partials(n, 8, h)
     mine, my_lse = o[rank].clone(), lse[rank].clone()
 

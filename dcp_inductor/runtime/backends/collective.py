@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 
 from dcp_inductor.merge import merge
 from dcp_inductor.runtime.call import ExchangeCall, Geometry
+from dcp_inductor.runtime.caller import Caller
 
 _ALIGNMENT = 16
 _TAG_BYTES = _ALIGNMENT
@@ -93,7 +94,7 @@ def _packed(call: ExchangeCall) -> Tensor:
     o_part, lse_part = _parts(sent, shape, call.partial_o.dtype)
     o_part.copy_(call.partial_o.unflatten(1, heads).transpose(0, 1))
     lse_part.copy_(call.partial_lse.unflatten(1, heads).transpose(0, 1))
-    tag = _tag(call.site, call.partial_o.shape, call.lse_mode)
+    tag = _tag(call.site, call.caller, call.partial_o.shape, call.lse_mode)
     sent[:, :_TAG_BYTES].view(torch.int64).fill_(tag)
     return sent
 
@@ -107,9 +108,9 @@ def _merged(
 
 
 @functools.lru_cache(maxsize=4096)
-def _tag(site: int, shape: torch.Size, lse_mode: str) -> int:
+def _tag(site: int, caller: Caller, shape: torch.Size, lse_mode: str) -> int:
     """What matching calls have in common; a hash, 32 bits."""
-    return zlib.crc32(repr((site, *shape, lse_mode)).encode())
+    return zlib.crc32(repr((site, str(caller), *shape, lse_mode)).encode())
 
 
 def _nan_if_mixed(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import itertools
 import socket
 import zlib
 from collections.abc import Iterator
@@ -92,16 +93,33 @@ class SymmMem:
         raise AssertionError("the symm_mem backend runs on buffers")
 
 
-def place(device: torch.device) -> dict[str, str]:
-    """Where this rank runs: host and card. Two ranks must differ, hosts must not."""
+def place(device: torch.device) -> dict[str, Any]:
+    """Where this rank runs: host and card. Two ranks must differ, hosts must not.
+
+    apart: pairs of cards that this process sees and that have no peer access.
+    """
     if device.type != "cuda":
-        return {"host": socket.gethostname(), "card": ""}
-    properties: Any = torch.cuda.get_device_properties(device)
-    return {"host": socket.gethostname(), "card": str(properties.uuid)}
+        return {"host": socket.gethostname(), "card": "", "apart": []}
+    cards = [str(_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    apart = [
+        [cards[one], cards[other]]
+        for one, other in itertools.permutations(range(len(cards)), 2)
+        if not torch.cuda.can_device_access_peer(one, other)
+    ]
+    card = str(_properties(device).uuid)
+    return {"host": socket.gethostname(), "card": card, "apart": apart}
 
 
-def blocked_by_places(places: list[dict[str, str]]) -> str | None:
-    """Why ranks at these places can't reach each other's memory, or None."""
+def _properties(device: torch.device | int) -> Any:
+    return torch.cuda.get_device_properties(device)
+
+
+def blocked_by_places(places: list[dict[str, Any]]) -> str | None:
+    """Why ranks at these places can't reach each other's memory, or None.
+
+    The same on every rank: it looks at nothing but ``places``. Cards that no rank sees
+    together (each has its own CUDA_VISIBLE_DEVICES) aren't judged.
+    """
     hosts = sorted({where["host"] for where in places})
     if len(hosts) > 1:
         return f"the ranks are on several hosts ({', '.join(hosts)})"
@@ -110,25 +128,10 @@ def blocked_by_places(places: list[dict[str, str]]) -> str | None:
         first = cards.index(card)
         if first != rank:
             return f"ranks {first} and {rank} share one card"
-    return _no_peer_access(cards)
-
-
-def _no_peer_access(cards: list[str]) -> str | None:
-    """Cards that this process sees and that can't reach each other.
-
-    A card hidden from this process (its own CUDA_VISIBLE_DEVICES) isn't judged here.
-    """
-    visible = {
-        str(torch.cuda.get_device_properties(index).uuid): index
-        for index in range(torch.cuda.device_count())
-    }
-    here = [(rank, visible[card]) for rank, card in enumerate(cards) if card in visible]
-    for rank, index in here:
-        for other, other_index in here:
-            if index != other_index and not torch.cuda.can_device_access_peer(
-                index, other_index
-            ):
-                return f"the cards of ranks {rank} and {other} have no peer access"
+    for one, other in itertools.chain(*(where["apart"] for where in places)):
+        if one in cards and other in cards:
+            ranks = sorted([cards.index(one), cards.index(other)])
+            return "the cards of ranks {} and {} have no peer access".format(*ranks)
     return None
 
 
@@ -235,7 +238,6 @@ class SymmMemBuffers:
         if len(self.launches) >= _MOST_PREPARED:
             self.launches.clear()
         peers, epochs, status = self.slots[slot]
-        shape = call.partial_o.shape
         return self.prepare(
             call.partial_o,
             call.partial_lse,
@@ -245,7 +247,7 @@ class SymmMemBuffers:
             geometry=self.slot_geometry,
             rank=self.rank,
             lse_mode=call.lse_mode,
-            tag=_tag(call.site, shape, call.with_lse, call.lse_mode),
+            tag=_tag(call),
             spin_limit_ns=self.spin_limit_ns,
             max_programs=self.max_programs,
         )
@@ -272,8 +274,8 @@ class SymmMemBuffers:
                 f"within {self.spin_limit_ns / 1e9:g} s"
             )
         return (
-            f"{peer} sent another call's data for {where}: it is at another call site, "
-            "or at a call of another width, dtype or base"
+            f"{peer} sent another call's data for {where}: it is at another call site "
+            "or function, or at a call of another width, dtype or base"
         )
 
 
@@ -282,6 +284,7 @@ def launch_key(call: ExchangeCall, slot: int) -> tuple[Any, ...]:
     return (
         slot,
         call.site,
+        call.caller,
         call.lse_mode,
         call.with_lse,
         call.partial_o.shape,
@@ -304,6 +307,7 @@ def building() -> Iterator[None]:
         ) from error
 
 
-def _tag(site: int, shape: torch.Size, with_lse: bool, lse_mode: str) -> int:
-    """What matching calls have in common; a hash, 31 bits."""
-    return zlib.crc32(repr((site, *shape, with_lse, lse_mode)).encode())
+def _tag(call: ExchangeCall) -> int:
+    """What matching calls have in common; a hash, 31 bits of which are sent."""
+    what = (call.site, str(call.caller), *call.partial_o.shape, call.with_lse)
+    return zlib.crc32(repr((*what, call.lse_mode)).encode())

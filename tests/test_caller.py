@@ -1,0 +1,123 @@
+"""caller.py: which function makes a call, eager and compiled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import dcp_inductor
+from dcp_inductor.runtime import caller, workspace
+from dcp_inductor.runtime.backends import symm_mem
+from dcp_inductor.runtime.call import ExchangeCall
+from dcp_inductor.runtime.caller import NO_CALLER, Caller, find_caller
+
+CALL = {"lse_mode": "base2"}
+
+
+def target(o: Tensor, lse: Tensor) -> Tensor:
+    return dcp_inductor.a2a_lse_reduce(o, lse, **CALL)
+
+
+def draft(o: Tensor, lse: Tensor) -> Tensor:
+    return dcp_inductor.a2a_lse_reduce(o, lse, **CALL)
+
+
+def line_of(function: Any) -> int:
+    return cast(CodeType, function.__code__).co_firstlineno
+
+
+def _callers(rank: int, num_ranks: int) -> list[str]:
+    """Of an eager and a compiled call of each function, and of one by a library."""
+    seen: list[str] = []
+    run = workspace.run
+
+    def noting(call: ExchangeCall, *known: Any) -> Any:
+        seen.append(str(call.caller))
+        return run(call, *known)
+
+    o, lse = torch.ones(2, 4, 8), torch.zeros(2, 4)
+    with mock.patch.object(workspace, "run", noting):
+        for function in (target, draft):
+            function(o, lse)
+            torch.compile(function, fullgraph=True)(o, lse)
+        with contextlib.ExitStack() as stack:
+            stack.callback(dcp_inductor.a2a_lse_reduce, o, lse, **CALL)
+    return seen
+
+
+def test_the_function_that_calls_or_was_compiled() -> None:
+    """The two have one graph, and so one compiled artifact."""
+    expected = [
+        f"test_caller.py:{line_of(function)} {function.__name__}"
+        for function in (target, draft)
+        for _ in range(2)
+    ]
+    expected.append(f"test_caller.py:{line_of(_callers)} _callers")
+    assert run_ranks(_callers, 2) == [expected] * 2
+
+
+def attend_in(module: str) -> Callable[[], Caller]:
+    """A function of ``module`` that calls the op, as far as frames go."""
+    op: dict[str, Any] = {"__name__": "dcp_inductor.op", "find_caller": find_caller}
+    exec("def run(): return find_caller()\ndef reduce(): return run()", op)
+    space: dict[str, Any] = {"__name__": module, "reduce": op["reduce"]}
+    exec("def attend(): return reduce()", space)
+    return cast("Callable[[], Caller]", space["attend"])
+
+
+def test_torch_stands_between_and_what_only_starts_alike_does_not() -> None:
+    """Near miss: torchvision's models are a program."""
+    here = "test_torch_stands_between_and_what_only_starts_alike_does_not"
+    assert attend_in("torchvision.models")().name == "attend"
+    assert attend_in("torch.nn")().name == here
+    assert attend_in("torch.nn")().name == here  # known by now
+
+
+def test_frames_of_no_module_are_passed_over(monkeypatch) -> None:
+    """As some that Dynamo and AOTAutograd make are."""
+    real = caller._module_at
+    unknown = [3]
+
+    def module_at(depth: int) -> str | None:
+        return None if depth in unknown else real(depth + 1)
+
+    monkeypatch.setattr(caller, "_module_at", module_at)
+    assert attend_in("model")().name == "test_frames_of_no_module_are_passed_over"
+    unknown.pop(0)
+    assert attend_in("model")().name == "attend"
+
+
+def test_where_no_frame_is_a_programs_there_is_no_caller(monkeypatch) -> None:
+    monkeypatch.setattr(caller, "_module_at", lambda depth: None)
+    assert attend_in("model")() == NO_CALLER
+    assert str(NO_CALLER) == ""
+
+
+@pytest.mark.parametrize(
+    ("other", "equal"),
+    [
+        (Caller("/a/m.py", 3, "decode"), True),
+        (Caller("/b/m.py", 3, "decode"), True),
+        (Caller("/a/m.py", 4, "decode"), False),
+        (Caller("/a/m.py", 3, "draft"), False),
+        (Caller("/a/n.py", 3, "decode"), False),
+    ],
+)
+def test_a_row_carries_the_function_but_not_the_folder(other, equal) -> None:
+    def tag(of: Caller) -> int:
+        o, lse = torch.ones(2, 4, 8), torch.zeros(2, 4)
+        group = cast(ProcessGroup, None)
+        return symm_mem._tag(
+            ExchangeCall(o, lse, group, "g", "base2", False, caller=of)
+        )
+
+    assert (tag(Caller("/a/m.py", 3, "decode")) == tag(other)) is equal
