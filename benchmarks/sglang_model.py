@@ -260,7 +260,7 @@ def measure(
 def first_calls(
     model: Any, batch: int, stream: torch.cuda.Stream, times: int
 ) -> Iterator[tuple[str, float]]:
-    """Variants in turn and the seconds of their first calls; after one that warms up."""
+    """Variants in turn, and the seconds of their first calls, after one to warm up."""
     step = Step(model, batch, stream)
     set_pass("off", model)
     step.first_call_s()
