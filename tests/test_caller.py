@@ -102,6 +102,30 @@ def test_where_no_frame_is_a_programs_there_is_no_caller(monkeypatch) -> None:
     assert str(NO_CALLER) == ""
 
 
+@torch.compiler.disable
+def greet(rank: int) -> None:
+    assert rank == 0
+
+
+def greeting(o: Tensor, lse: Tensor, rank: int) -> Tensor:
+    if rank == 0:
+        greet(rank)
+    return dcp_inductor.a2a_lse_reduce(o, lse, **CALL)
+
+
+def _greeted(rank: int, num_ranks: int) -> list[Tensor]:
+    o, lse = torch.ones(2, 4, 8), torch.zeros(2, 4)
+    merged = torch.compile(greeting)(o, lse, rank)
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    assert bool(breaks) == (rank == 0), breaks
+    return [merged, target(o, lse)]
+
+
+def test_a_rank_that_breaks_its_graph_alone_is_in_the_same_function() -> None:
+    for compiled, eager in run_ranks(_greeted, 2):
+        assert torch.equal(compiled, eager)
+
+
 @pytest.mark.parametrize(
     ("other", "equal"),
     [

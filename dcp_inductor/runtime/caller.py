@@ -18,6 +18,9 @@ from typing import NamedTuple
 # Frames of these packages stand between a call and the function that made it.
 _BETWEEN = ("torch", "dcp_inductor", "contextlib", "functools")
 _KNOWN_BETWEEN: set[str | None] = set()
+# What Dynamo calls the rest of a function behind a graph break, which the function
+# calls: a rank that breaks alone, to print say, is in the same function.
+_RESUMED = "torch_dynamo_resume_in"
 # Frames from find_caller() to the caller of the op's entry.
 _ENTRY = 3
 
@@ -74,7 +77,10 @@ def find_caller() -> Caller:
         elif module.split(".")[0] in _BETWEEN:
             _KNOWN_BETWEEN.add(module)
         else:
-            return Caller.of(sys._getframe(depth).f_code)
+            code = sys._getframe(depth).f_code
+            if not code.co_name.startswith(_RESUMED):
+                return Caller.of(code)
+            depth += 1
 
 
 def _is_frame(depth: int) -> bool:
