@@ -1,10 +1,16 @@
-"""How many processes run the tests. Files stay whole: their fixtures are shared."""
+"""How many processes run the tests, and whose asserts say what they compared.
+
+Files stay whole: their fixtures are shared.
+"""
 
 from __future__ import annotations
 
 import os
 
 import pytest
+
+# Beside the test files, which pytest takes by itself.
+pytest.register_assert_rewrite("sglang_cases")
 
 # Most tests compile on one core; some start processes of their own.
 _MOST_WORKERS = 4

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ import torch.utils._triton
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from dcp_inductor.integrations import sglang_flashinfer
 
@@ -42,6 +43,11 @@ def sglang_module(name: str) -> Any:
             f"sglang isn't importable here ({type(error).__name__}: {error}); "
             "install the packages of .ci/sglang.txt with --no-deps"
         )
+
+
+def real_comm() -> Any:
+    """sglang's module of the DCP exchanges, or a skip."""
+    return sglang_module("srt.layers.dcp.comm")
 
 
 @contextlib.contextmanager
@@ -90,8 +96,7 @@ def group_of(num_ranks: int, rank: int = 0) -> Any:
 
 def run_on_ranks(captured: Any, args: Sequence[Any], before: bool = False) -> list[Any]:
     """The outputs of a captured graph on all ranks in lockstep, kernels interpreted."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness, "_call", _with_hosts(harness._call))
+    with _hosts_ops({}):
         return captured.run(args, before=before)
 
 
@@ -109,18 +114,39 @@ def captured_on_cuda(
         return harness.captured(fn, there, **options)
 
 
-def run_as_ranks(graph: Any, inputs: Sequence[Sequence[Any]]) -> list[Any]:
-    """A graph of captured_on_cuda on all ranks in lockstep, on the CPU; where its
-    correction is passed its rank, each rank passes its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness, "_call", _with_hosts(harness._call))
+def run_as_ranks(
+    graph: Graph,
+    inputs: Sequence[Sequence[Any]],
+    moves: Mapping[Any, Callable[[list[Any]], list[Any]]] | None = None,
+) -> list[Any]:
+    """A graph on all ranks in lockstep, on the CPU, one of captured_on_cuda too; where
+    its correction is passed its rank, each rank passes its own.
+
+    moves: exchanges that sglang has beside its own, by op: from the arguments of all
+    ranks to what each gets.
+    """
+    with _hosts_ops(moves or {}):
         return harness.run_ranks_in_lockstep(graph, inputs)
 
 
-def _with_hosts(call: Callable[..., Any]) -> Callable[..., Any]:
+@contextlib.contextmanager
+def _hosts_ops(
+    moves: Mapping[Any, Callable[[list[Any]], list[Any]]],
+) -> Iterator[None]:
+    """The harness runs sglang's kernels and exchanges, and those of ``moves``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "_call", _with_hosts(harness._call, moves))
+        yield
+
+
+def _with_hosts(
+    call: Callable[..., Any], moves: Mapping[Any, Callable[[list[Any]], list[Any]]]
+) -> Callable[..., Any]:
     from dcp_inductor.compiler import opaque
 
     def with_hosts(node: Node, calls: list[tuple[Any, Any]]) -> list[Any]:
+        if node.target in moves:
+            return moves[node.target]([args for args, _ in calls])
         if opaque.is_kernel(node):
             own = "lse_idx" in str(opaque._constants(node.kwargs))
             return [
@@ -222,7 +248,7 @@ def _imported(modules: dict[str, Any]) -> Iterator[None]:
 @contextlib.contextmanager
 def flashinfer_of(exchange: Callable[..., Any]) -> Iterator[Any]:
     """A FlashInfer that has nothing but this exchange, and sglang's state for it."""
-    comm = sglang_module("srt.layers.dcp.comm")
+    comm = real_comm()
     package: Any = types.ModuleType("flashinfer")
     package.comm = types.ModuleType("flashinfer.comm")
     module: Any = types.ModuleType("flashinfer.comm.dcp_alltoall")
@@ -238,6 +264,23 @@ def flashinfer_of(exchange: Callable[..., Any]) -> Iterator[Any]:
     ):
         yield module
         sglang_flashinfer.hide()
+
+
+@contextlib.contextmanager
+def plugin_lines() -> Iterator[list[str]]:
+    """What the plugin logs meanwhile, at INFO and above."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore
+    logger = logging.getLogger("dcp_inductor.integrations")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def runner_of(

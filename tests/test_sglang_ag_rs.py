@@ -8,33 +8,27 @@ import expecttest
 import pytest
 import torch
 from harness import Captured, normalised
-from sglang_host import (
-    captured_on_cuda,
-    group_of,
-    run_as_ranks,
-    sglang_module,
-    triton_target,
+from sglang_cases import (
+    assert_all_agree,
+    assert_fused,
+    graph_text,
+    partials,
+    twisted_kernels,
 )
-from test_sglang_graphs import _text, _twisted, partials
+from sglang_host import captured_on_cuda, group_of, run_as_ranks
 from torch import Tensor
 
 from dcp_inductor import Config
 from dcp_inductor.compiler import gather_scatter
-from dcp_inductor.merge import a2a_lse_reduce_reference
 
+pytest_plugins = ("sglang_cases",)
 pytestmark = pytest.mark.sglang
 
 BF16 = torch.bfloat16
 SHAPE = (3, 8, 16)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@pytest.fixture(scope="module")
-def comm() -> Any:
-    module = sglang_module("srt.layers.dcp.comm")
-    with triton_target():
-        yield module
-    torch._dynamo.reset()
+# Heads come first in what it gives back; "mul" is of sizes.
+BESIDE = ("permute", "sym_size", "mul")
 
 
 def trace(
@@ -64,35 +58,24 @@ def trace(
         return captured_on_cuda(reduce, (o, lse), config=Config(ag_rs=allowed))
 
 
-def assert_fused(found: Captured, lse_mode: str, num_ranks: int) -> None:
-    assert found.reasons == []
-    (finding,) = found.report.findings
-    assert (finding.lse_mode, finding.num_ranks) == (lse_mode, num_ranks)
-    calls = [node for node in found.after.nodes if node.op == "call_function"]
-    names = {getattr(node.target, "_opname", "mul") for node in calls}
-    assert names <= {"a2a_lse_reduce", "permute", "sym_size", "mul"}, "mul: of sizes"
-    assert found.num_ops == 1
-
-
 @pytest.mark.parametrize("base_e", [False, True], ids=["base2", "basee"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fuses_with_the_numbers_of_all_ranks(comm, dtype, base_e):
     """The rewritten graph, the original one and merge.py agree."""
     num_ranks, lse_mode = 4, "basee" if base_e else "base2"
     found = trace(comm, num_ranks, 1, dtype, base_e=base_e)
-    assert_fused(found, lse_mode, num_ranks)
+    assert_fused(found, lse_mode, num_ranks, BESIDE)
     inputs = partials(num_ranks, SHAPE, dtype, seed=1)
-    original = run_as_ranks(found.before, inputs)
-    rewritten = run_as_ranks(found.after, inputs)
-    o, lse = (torch.stack(parts) for parts in zip(*inputs, strict=True))
-    step = torch.finfo(dtype).eps
-    for rank in range(num_ranks):
-        wanted, _ = a2a_lse_reduce_reference(o, lse, rank=rank, lse_mode=lse_mode)
-        wanted = wanted.transpose(0, 1)
-        assert torch.equal(rewritten[rank][0], wanted)
-        torch.testing.assert_close(
-            original[rank][0], wanted, rtol=4 * step, atol=4 * step
-        )
+    allowed = 4 * torch.finfo(dtype).eps
+    assert_all_agree(
+        inputs,
+        lse_mode,
+        run_as_ranks(found.before, inputs),
+        run_as_ranks(found.after, inputs),
+        rtol=allowed,
+        atol=allowed,
+        heads_first=True,
+    )
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -101,7 +84,7 @@ def test_all_ranks_get_the_same_graph(comm, num_ranks, dynamic):
     after = set()
     for rank in range(num_ranks):
         found = trace(comm, num_ranks, rank, dynamic=dynamic)
-        assert_fused(found, "base2", num_ranks)
+        assert_fused(found, "base2", num_ranks, BESIDE)
         after.add(normalised(found.after))
     assert len(after) == 1
 
@@ -159,7 +142,9 @@ CORRECTION = {
 def test_a_twisted_correction_of_the_same_name_is_refused(
     comm, monkeypatch, tmp_path, twist
 ):
-    kernels = _twisted(tmp_path, "_correct_attn_cp_out_kernel", *CORRECTION[twist])
+    kernels = twisted_kernels(
+        tmp_path, "_correct_attn_cp_out_kernel", *CORRECTION[twist]
+    )
     monkeypatch.setattr(comm, "correct_attn_out", kernels.correct_attn_out)
     monkeypatch.setattr(comm, "CPTritonContext", kernels.CPTritonContext)
     found = trace(comm, 4, 1)
@@ -177,7 +162,7 @@ class TestGolden(expecttest.TestCase):
     def test_bf16_static(self):
         found = trace(self.comm, 4, 1)
         self.assertExpectedInline(
-            _text(found.before),
+            graph_text(found.before),
             """\
 %0: bfloat16[3, 8, 16] = input
 %1: float32[3, 8] = input
@@ -204,7 +189,7 @@ class TestGolden(expecttest.TestCase):
 return [%16]""",
         )
         self.assertExpectedInline(
-            _text(found.after),
+            graph_text(found.after),
             """\
 %0: bfloat16[3, 8, 16] = input
 %1: float32[3, 8] = input

@@ -10,7 +10,6 @@ interpreter).
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 from unittest import mock
@@ -29,6 +28,8 @@ from sglang_decoder import (
 from sglang_host import (
     interpret_kernels,
     on_cpu,
+    plugin_lines,
+    real_comm,
     runner_of,
     sglang_module,
     start_parallel,
@@ -47,7 +48,7 @@ WAYS = ("compiled", "hooked", "eager", "wrong")
 @pytest.fixture(scope="module")
 def decoded(tmp_path_factory) -> list[dict[str, Any]]:
     """What each rank decoded."""
-    sglang_module("srt.layers.dcp.comm")
+    real_comm()
     env = {
         "SGLANG_LOG_LEVEL": "error",
         "DCP_INDUCTOR_EAGER_DECODE": "1",
@@ -84,13 +85,8 @@ class ShardedAttention:
 
 def decode_on_rank(rank: int, num_ranks: int) -> dict[str, Any]:
     from dcp_inductor.integrations import sglang as plugin
-    from dcp_inductor.integrations import sglang_eager
-    from dcp_inductor.op import workspace
 
     plugin.register()  # before anything of sglang's is imported, as in a server
-    from sglang.srt.compilation import torch_compile_decoration
-    from sglang.srt.runtime_context import get_parallel
-
     stub_vllm()
     graphs = sglang_module("srt.model_executor.cuda_graph_config")
     decode = graphs.PhaseConfig(backend=graphs.Backend.FULL, bs=[*sorted(BATCHES)])
@@ -103,13 +99,37 @@ def decode_on_rank(rank: int, num_ranks: int) -> dict[str, Any]:
     on_cpu(state)
     model = tiny_model(num_hidden_layers=NUM_LAYERS)
     fill(model, rank)
-    attention = ShardedAttention(rank, num_ranks)
+    with plugin_lines() as lines:
+        reports = start_plugin(model)
+        found = decode_in_all_ways(model, ShardedAttention(rank, num_ranks))
+    fused = [report.fused for report in reports if report.findings]
+    return {**found, "fused": fused, "lines": lines}
+
+
+def start_plugin(model: Any) -> list[Any]:
+    """The reports that its pass will make."""
+    from dcp_inductor.integrations import sglang as plugin
+    from dcp_inductor.integrations.inductor import installed_passes
+
+    reports: list[Any] = []
+    plugin.after_workspaces(None, runner_of(model, torch.float32))
+    (fusion_pass,) = installed_passes()
+    fusion_pass.listener = reports.append
+    return reports
+
+
+def decode_in_all_ways(model: Any, attention: ShardedAttention) -> dict[str, Any]:
+    """What is decoded, by way and batch; "calls": of the op, in the hooked way."""
+    from sglang.srt.compilation import torch_compile_decoration
+    from sglang.srt.runtime_context import get_parallel
+
+    from dcp_inductor.integrations import sglang_eager
+    from dcp_inductor.op import workspace
+
     backend = attention_backend(attention.kernel)
-    lines, reports = start_plugin(model)
     torch_compile_decoration.set_torch_compile_config()
     torch._inductor.config.coordinate_descent_tuning = False
     found: dict[str, Any] = {name: {} for name in WAYS}
-    found["lines"] = lines
     # Compiled first: the interpreter leaves triton.language patched.
     with triton_target():
         for batch in BATCHES:
@@ -117,7 +137,6 @@ def decode_on_rank(rank: int, num_ranks: int) -> dict[str, Any]:
                 model, True, num_tokens=batch, tp_group=get_parallel().tp_group
             ) as forward:
                 found["compiled"][batch] = greedy(forward, backend, attention, batch)
-    found["fused"] = [report.fused for report in reports if report.findings]
     mla = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla"
     with interpret_kernels():
         with mock.patch.object(workspace, "run", wraps=workspace.run) as op:
@@ -133,25 +152,6 @@ def decode_on_rank(rank: int, num_ranks: int) -> dict[str, Any]:
             for batch in BATCHES:
                 found["wrong"][batch] = greedy(model.forward, backend, attention, batch)
     return found
-
-
-def start_plugin(model: Any) -> tuple[list[str], list[Any]]:
-    """Its startup lines, and the reports that its pass will make."""
-    from dcp_inductor.integrations import sglang as plugin
-    from dcp_inductor.integrations.inductor import installed_passes
-
-    lines: list[str] = []
-    reports: list[Any] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore
-    logger = logging.getLogger("dcp_inductor.integrations")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    runner = runner_of(model, torch.float32)
-    plugin.after_workspaces(None, runner)
-    (fusion_pass,) = installed_passes()
-    fusion_pass.listener = reports.append
-    return lines, reports
 
 
 def fill(model: Any, rank: int) -> None:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from harness import captured, normalised
-from sglang_host import group_of, sglang_module, triton_target
+from sglang_host import group_of, real_comm, sglang_module, triton_target
 from torch import Tensor
 
 from dcp_inductor.integrations import sglang_eager
@@ -112,7 +112,7 @@ def _reduce(
 
 
 def test_sglangs_function_has_the_parameters_that_are_known():
-    comm = sglang_module("srt.layers.dcp.comm")
+    comm = real_comm()
     real = inspect.signature(comm.dcp_a2a_lse_reduce).parameters
     assert tuple(real) == sglang_eager._PARAMETERS
     for known, there in zip(
@@ -125,7 +125,7 @@ def test_sglangs_function_has_the_parameters_that_are_known():
 
 
 def test_a_function_with_other_parameters_isnt_hooked(monkeypatch, caplog):
-    comm = sglang_module("srt.layers.dcp.comm")
+    comm = real_comm()
     monkeypatch.setattr(comm, "dcp_a2a_lse_reduce", lambda o, lse, group: o)
     registry = sglang_module("srt.plugins.hook_registry").HookRegistry
     monkeypatch.setattr(registry, "register", mock.Mock())
@@ -139,7 +139,7 @@ def test_a_function_with_other_parameters_isnt_hooked(monkeypatch, caplog):
 
 def test_under_the_compiler_the_pass_sees_sglangs_graph(monkeypatch):
     """With the hook in place and serving: the same graph, fused by the pass."""
-    comm = sglang_module("srt.layers.dcp.comm")
+    comm = real_comm()
     original, group = comm.dcp_a2a_lse_reduce, group_of(N)
     plan = replace(PLAN, host_group=group.unique_name)
     monkeypatch.setattr(sglang_eager, "_serving", {})

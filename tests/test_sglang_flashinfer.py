@@ -12,22 +12,16 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-import harness
 import pytest
 import torch
-from harness import Captured, captured, run_ranks_in_lockstep
-from sglang_host import (
-    _with_hosts,
-    flashinfer_of,
-    group_of,
-    sglang_module,
-    triton_target,
-)
-from test_sglang_graphs import STEP, partials
+from harness import Captured, captured
+from sglang_cases import assert_all_agree, assert_fused, partials, tracing
+from sglang_host import flashinfer_of, group_of, real_comm, run_as_ranks
+from tolerances import NARROW
 from torch import Tensor
+from torch.fx import Graph
 
 from dcp_inductor.integrations import sglang_flashinfer
-from dcp_inductor.merge import a2a_lse_reduce_reference
 
 pytestmark = pytest.mark.sglang
 
@@ -35,7 +29,7 @@ pytestmark = pytest.mark.sglang
 @pytest.fixture(autouse=True)
 def _host():
     """Skips where sglang or triton is missing, before anything needs them."""
-    sglang_module("srt.layers.dcp.comm")
+    real_comm()
 
 
 SHAPE = (3, 8, 16)
@@ -60,14 +54,13 @@ def exchange(
 
 @pytest.fixture
 def shown(_host):
-    with triton_target(), flashinfer_of(exchange) as module:
+    with tracing(), flashinfer_of(exchange) as module:
         sglang_flashinfer.show("dcp:0")
         yield module
-    torch._dynamo.reset()
 
 
 def trace(num_ranks: int, dtype: torch.dtype, base_e: bool = False) -> Captured:
-    comm = sglang_module("srt.layers.dcp.comm")
+    comm = real_comm()
     group = group_of(num_ranks)
 
     def reduce(o: Tensor, lse: Tensor) -> Tensor:
@@ -84,49 +77,42 @@ def trace(num_ranks: int, dtype: torch.dtype, base_e: bool = False) -> Captured:
 def test_fuses_with_the_numbers_of_all_ranks(shown, dtype, num_ranks, base_e):
     found = trace(num_ranks, dtype, base_e)
     lse_mode = "basee" if base_e else "base2"
-    assert found.reasons == []
-    (finding,) = found.report.findings
-    assert (finding.lse_mode, finding.num_ranks) == (lse_mode, num_ranks)
-    calls = [node for node in found.after.nodes if node.op == "call_function"]
-    assert [node.target._opname for node in calls] == ["a2a_lse_reduce"]
+    assert_fused(found, lse_mode, num_ranks)
     inputs = partials(num_ranks, SHAPE, dtype, seed=1)
-    original, fused = lockstep(found.before, inputs), lockstep(found.after, inputs)
-    o, lse = (torch.stack(parts) for parts in zip(*inputs, strict=True))
-    for rank in range(num_ranks):
-        wanted, _ = a2a_lse_reduce_reference(o, lse, rank=rank, lse_mode=lse_mode)
-        assert torch.equal(fused[rank][0], wanted)
-        torch.testing.assert_close(
-            original[rank][0], wanted, rtol=STEP[dtype], atol=STEP[dtype] / 8
-        )
+    assert_all_agree(
+        inputs,
+        lse_mode,
+        lockstep(found.before, inputs),
+        lockstep(found.after, inputs),
+        rtol=NARROW[dtype],
+        atol=NARROW[dtype] / 8,
+    )
 
 
-def lockstep(graph: Any, inputs: list[tuple[Tensor, Tensor]]) -> list[Any]:
+def lockstep(graph: Graph, inputs: list[tuple[Tensor, Tensor]]) -> list[Any]:
     """All ranks' outputs; FlashInfer moves peer p's slice r to rank r's slice p."""
-    with pytest.MonkeyPatch.context() as patch:
-        hosts = _with_hosts(harness._call)
 
-        def call(node: Any, calls: list[tuple[Any, Any]]) -> list[Any]:
-            if node.target is not torch.ops.dcp_inductor.fi_all_to_all.default:
-                return hosts(node, calls)
-            sent = [args[:2] for args, _ in calls]
-            return [
-                tuple(
-                    torch.stack([rank[place][..., me, :] for rank in sent], -2)
-                    for place in range(2)
-                )
-                for me in range(len(calls))
-            ]
+    def moved(sent: list[Any]) -> list[Any]:
+        return [
+            tuple(
+                torch.stack([rank[place][..., me, :] for rank in sent], -2)
+                for place in range(2)
+            )
+            for me in range(len(sent))
+        ]
 
-        patch.setattr(harness, "_call", call)
-        return run_ranks_in_lockstep(graph, inputs)
+    exchanged = torch.ops.dcp_inductor.fi_all_to_all.default
+    return run_as_ranks(graph, inputs, {exchanged: moved})
 
 
 def test_unseen_it_breaks_the_graph():
     """What the plugin is for."""
-    with triton_target(), flashinfer_of(exchange):
-        with pytest.raises(torch._dynamo.exc.Unsupported):
-            trace(4, torch.bfloat16)
-        torch._dynamo.reset()
+    with (
+        tracing(),
+        flashinfer_of(exchange),
+        pytest.raises(torch._dynamo.exc.Unsupported),
+    ):
+        trace(4, torch.bfloat16)
 
 
 def test_eager_calls_and_unfused_graphs_run_flashinfers(shown):

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import textwrap
-from pathlib import Path
 from typing import Any
 
 import expecttest
 import pytest
 import torch
-from harness import Captured, captured, normalised
-from sglang_host import (
-    group_of,
-    run_on_ranks,
-    sglang_module,
-    triton_target,
+from harness import Captured, captured
+from sglang_cases import (
+    assert_all_agree,
+    assert_fused,
+    graph_text,
+    partials,
+    twisted_kernels,
 )
+from sglang_host import group_of, run_on_ranks
+from tolerances import rounding_steps
 from torch import Tensor
 from torch._inductor import config as inductor_config
 
 from dcp_inductor.merge import a2a_lse_reduce_reference
 
+pytest_plugins = ("sglang_cases",)
 pytestmark = pytest.mark.sglang
 
 BF16 = torch.bfloat16
@@ -33,34 +34,7 @@ DTYPES = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
-STEP = {
-    torch.float32: 1e-6,
-    torch.float16: 2.0**-10,
-    torch.bfloat16: 2.0**-7,
-    torch.float8_e4m3fn: 2.0**-3,
-    torch.float8_e5m2: 2.0**-2,
-}
-
-
-@pytest.fixture(scope="module")
-def comm() -> Any:
-    module = sglang_module("srt.layers.dcp.comm")
-    with triton_target():
-        yield module
-    torch._dynamo.reset()
-
-
-def partials(
-    num_ranks: int, shape: tuple[int, int, int], dtype: torch.dtype, seed: int = 0
-) -> list[tuple[Tensor, Tensor]]:
-    rng = torch.Generator().manual_seed(seed)
-    return [
-        (
-            torch.randn(shape, generator=rng).to(dtype),
-            torch.randn(shape[:2], generator=rng) * 4,
-        )
-        for _ in range(num_ranks)
-    ]
+STEP = rounding_steps(fp32=1e-6)
 
 
 def trace(
@@ -84,17 +58,6 @@ def trace(
         torch._dynamo.mark_dynamic(lse, 0)
     with inductor_config.patch(enable_auto_functionalized_v2=v2):
         return captured(reduce, (o, lse))
-
-
-def assert_fused(found: Captured, lse_mode: str, num_ranks: int) -> None:
-    """One op in the right base, and nothing else that computes or moves."""
-    assert found.reasons == []
-    (finding,) = found.report.findings
-    assert (finding.lse_mode, finding.num_ranks) == (lse_mode, num_ranks)
-    calls = [node for node in found.after.nodes if node.op == "call_function"]
-    assert [node.target for node in calls] == [
-        torch.ops.dcp_inductor.a2a_lse_reduce.default
-    ]
 
 
 @pytest.mark.parametrize("base_e", [False, True], ids=["base2", "basee"])
@@ -126,16 +89,14 @@ def test_numbers_of_all_ranks(comm, dtype, base_e):
     found = trace(comm, num_ranks, dtype, base_e=base_e)
     assert_fused(found, lse_mode, num_ranks)
     inputs = partials(num_ranks, (3, 8, 16), dtype, seed=1)
-    original = run_on_ranks(found, inputs, before=True)
-    rewritten = run_on_ranks(found, inputs)
-    o, lse = (torch.stack(parts) for parts in zip(*inputs, strict=True))
-    for rank in range(num_ranks):
-        wanted, _ = a2a_lse_reduce_reference(o, lse, rank=rank, lse_mode=lse_mode)
-        wanted = wanted.float()
-        assert torch.equal(rewritten[rank][0].float(), wanted)
-        torch.testing.assert_close(
-            original[rank][0].float(), wanted, rtol=STEP[dtype], atol=STEP[dtype] / 8
-        )
+    assert_all_agree(
+        inputs,
+        lse_mode,
+        run_on_ranks(found, inputs, before=True),
+        run_on_ranks(found, inputs),
+        rtol=STEP[dtype],
+        atol=STEP[dtype] / 8,
+    )
 
 
 def test_dynamic_graph_runs_at_other_batches(comm):
@@ -227,7 +188,7 @@ COMBINE = {
 def test_a_twisted_combine_of_the_same_name_is_refused(
     comm, monkeypatch, tmp_path, twist
 ):
-    kernels = _twisted(tmp_path, "_dcp_lse_combine_kernel", *COMBINE[twist])
+    kernels = twisted_kernels(tmp_path, "_dcp_lse_combine_kernel", *COMBINE[twist])
     monkeypatch.setattr(comm, "dcp_lse_combine_triton", kernels.dcp_lse_combine_triton)
     found = trace(comm, 4)
     assert found.num_ops == 0
@@ -238,7 +199,7 @@ def test_a_kernel_that_looks_at_its_place_in_a_dynamic_batch(
     comm, monkeypatch, tmp_path
 ):
     twist = ("weight_sum += w", "w *= 1 + i * (batch_idx > 99); weight_sum += w")
-    kernels = _twisted(tmp_path, "_dcp_lse_combine_kernel", *twist)
+    kernels = twisted_kernels(tmp_path, "_dcp_lse_combine_kernel", *twist)
     monkeypatch.setattr(comm, "dcp_lse_combine_triton", kernels.dcp_lse_combine_triton)
     assert trace(comm, 4).num_ops == 1, "a batch of 3 has no such row"
     (reason,) = trace(comm, 4, dynamic=True).reasons
@@ -261,7 +222,7 @@ PACK = {
 @pytest.mark.parametrize("twist", PACK)
 def test_a_twisted_pack_keeps_its_meaning(comm, monkeypatch, tmp_path, twist):
     """Either nothing is fused, or what the kernel packs is what the op gets."""
-    kernels = _twisted(tmp_path, "_dcp_pack_a2a_send_kernel", *PACK[twist])
+    kernels = twisted_kernels(tmp_path, "_dcp_pack_a2a_send_kernel", *PACK[twist])
     monkeypatch.setattr(comm, "dcp_pack_a2a_send", kernels.dcp_pack_a2a_send)
     found = trace(comm, 4)
     if found.num_ops == 0:
@@ -275,26 +236,12 @@ def test_a_twisted_pack_keeps_its_meaning(comm, monkeypatch, tmp_path, twist):
 def test_a_pack_that_shifts_every_lse_is_refused(comm, monkeypatch, tmp_path):
     """It cancels where all ranks run this pack; another rank may add another number."""
     twist = LOADED, f"{LOADED} + 2.0"
-    kernels = _twisted(tmp_path, "_dcp_pack_a2a_send_kernel", *twist)
+    kernels = twisted_kernels(tmp_path, "_dcp_pack_a2a_send_kernel", *twist)
     monkeypatch.setattr(comm, "dcp_pack_a2a_send", kernels.dcp_pack_a2a_send)
     found = trace(comm, 4)
     assert found.num_ops == 0
     (reason,) = found.reasons
     assert "a user kernel that packs, changes the LSE" in reason
-
-
-def _twisted(folder: Path, kernel: str, old: str, new: str) -> Any:
-    """sglang's kernels with one line of one kernel changed, under their own names."""
-    original = sglang_module("kernels.ops.attention.dcp_kernels")
-    text = Path(original.__file__).read_text()
-    start = text.index(f"def {kernel}")
-    assert old in text[start:]
-    path = folder / "dcp_kernels.py"
-    path.write_text(text[:start] + text[start:].replace(old, new, 1))
-    spec = importlib.util.spec_from_file_location("twisted_dcp_kernels", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # --- golden graphs --------------------------------------------------------------------
@@ -310,7 +257,7 @@ class TestGolden(expecttest.TestCase):
     def test_bf16_static(self):
         found = trace(self.comm, 4)
         self.assertExpectedInline(
-            _text(found.before),
+            graph_text(found.before),
             """\
 %0: bfloat16[3, 8, 16] = input
 %1: float32[3, 8] = input
@@ -352,20 +299,10 @@ class TestGolden(expecttest.TestCase):
 return [%31]""",
         )
         self.assertExpectedInline(
-            _text(found.after),
+            graph_text(found.after),
             """\
 %0: bfloat16[3, 8, 16] = input
 %1: float32[3, 8] = input
 %2: bfloat16[3, 2, 16] = a2a_lse_reduce(%0, %1, GROUP, 4, base2)
 return [%2]""",
         )
-
-
-def _text(graph: Any) -> str:
-    """Wrapped; without what counts calls in a process or is new in a torch."""
-    text = re.sub(r"(kernel_idx|constant_args_idx)=\d+, ", "", normalised(graph))
-    text = re.sub(r", launch_kwargs=\[[^]]*\]", "", text)
-    return "\n".join(
-        textwrap.fill(line, 84, subsequent_indent="    ", break_long_words=False)
-        for line in text.splitlines()
-    )

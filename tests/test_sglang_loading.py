@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sglang_host import sglang_module
+from sglang_host import real_comm
 
 import dcp_inductor
 
@@ -19,7 +19,7 @@ ROOT = Path(dcp_inductor.__file__).parents[1]
 
 @pytest.fixture(scope="module", autouse=True)
 def _sglang() -> None:
-    sglang_module("srt.layers.dcp.comm")
+    real_comm()
 
 
 RUNNERS = "sglang.srt.model_executor.runner.base_runner"

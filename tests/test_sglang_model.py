@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_host import sglang_module
+from sglang_host import real_comm
 
 import dcp_inductor
 
@@ -29,7 +29,7 @@ OP = "dcp_inductor.a2a_lse_reduce.default"
 def traced() -> dict[str, list[dict[str, Any]]]:
     """Every compiled graph with an exchange, by scenario; in a process of its own: the
     model patches much of it."""
-    sglang_module("srt.layers.dcp.comm")
+    real_comm()
     path = os.pathsep.join([str(ROOT), str(HERE), *sys.path])
     done = subprocess.run(
         [sys.executable, str(HERE / "sglang_model_worker.py"), *SCENARIOS],

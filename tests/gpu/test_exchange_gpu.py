@@ -13,6 +13,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from tolerances import rounding_steps
 from torch.distributed import _symmetric_memory as symm_mem
 
 import dcp_inductor
@@ -22,13 +23,7 @@ from dcp_inductor.runtime import workspace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-TOLERANCE = {
-    torch.float32: 1e-5,
-    torch.float16: 2**-10,
-    torch.bfloat16: 2**-7,
-    torch.float8_e4m3fn: 2**-3,
-    torch.float8_e5m2: 2**-2,
-}
+TOLERANCE = rounding_steps(fp32=1e-5)
 
 
 def partials(num_ranks, b, h, d, dtype=torch.bfloat16, seed=0):

@@ -16,6 +16,7 @@ from functools import partial
 
 import pytest
 import torch
+from tolerances import rounding_steps
 from torch import Tensor
 
 from dcp_inductor.merge import LseMode, a2a_lse_reduce_reference
@@ -38,14 +39,8 @@ pytestmark = [
 INF, NAN = float("inf"), float("nan")
 SPIN_LIMIT_NS = 2_000_000_000
 BANK_TOKENS = 64
-# One rounding step of the dtype; float8 is compared after both were rounded.
-STEP = {
-    torch.float32: 1e-5,
-    torch.float16: 2**-10,
-    torch.bfloat16: 2**-7,
-    torch.float8_e4m3fn: 2**-3,
-    torch.float8_e5m2: 2**-2,
-}
+# float8 is compared after both were rounded.
+STEP = rounding_steps(fp32=1e-5)
 
 
 class Card:

@@ -14,6 +14,7 @@ import math
 
 import pytest
 import torch
+from tolerances import rounding_steps
 
 import dcp_inductor
 from dcp_inductor.merge import a2a_lse_reduce_reference
@@ -23,13 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 D = 512
 BATCHES = (1, 7, 32)
-TOLERANCE = {
-    torch.float32: 1e-5,
-    torch.float16: 2**-10,
-    torch.bfloat16: 2**-7,
-    torch.float8_e4m3fn: 2**-3,
-    torch.float8_e5m2: 2**-2,
-}
+TOLERANCE = rounding_steps(fp32=1e-5)
 
 
 @pytest.fixture(scope="module")
