@@ -92,9 +92,16 @@ def a2a_lse_reduce(
 @torch.compiler.assume_constant_result
 def _name_and_size(group: ProcessGroup | str | None) -> tuple[str, int]:
     """What stands for a group in a graph. A compiled call that finds a group of another
-    size under the name raises BadInput."""
-    name = group_name_of(group)
-    return name, resolve_group(name).size()
+    size under the name raises BadInput.
+
+    Dynamo runs this while it traces, where an error would be its own: a group that
+    isn't known is the op's to refuse.
+    """
+    try:
+        name = group_name_of(group)
+        return name, resolve_group(name).size()
+    except UnknownGroup:
+        return group if isinstance(group, str) else "", 1
 
 
 def rank_in_group(group_name: str) -> int | None:
@@ -173,7 +180,7 @@ def _check(
         raise BadInput(
             f"The call is for {cp_size} ranks, but group {group_name!r} has "
             f"{group.size()}. A graph compiled for one group size can't run on "
-            "another: compile it again in this process."
+            "another: call torch._dynamo.reset() and compile it again."
         )
     check_partials(partial_o, partial_lse, cp_size)
     _check_device(partial_o, group, group_name)

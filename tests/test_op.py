@@ -167,6 +167,14 @@ def test_bad_group_and_base_are_named():
         alone(lambda: op.a2a_lse_reduce(*GOOD, lse_mode="base10"))
 
 
+@pytest.mark.parametrize("group", ["nope", None])
+def test_a_compiled_call_names_an_unknown_group_too(group):
+    compiled = torch.compile(op.a2a_lse_reduce, backend="aot_eager", fullgraph=True)
+    message = "before any process group exists"
+    with pytest.raises(UnknownGroup, match=message):
+        compiled(*GOOD, group, lse_mode="base2")
+
+
 def heads_that_dont_divide(rank, num_ranks):
     with pytest.raises(BadInput, match="3 heads can't be shared by 2 ranks"):
         op.a2a_lse_reduce(torch.zeros(1, 3, 4), torch.zeros(1, 3), lse_mode="base2")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from decoders import packed
 from harness import fake_world
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 from dcp_inductor import Config, DcpFusionPass
@@ -138,6 +139,26 @@ def test_no_other_region_is_fused_in_its_place(caches, monkeypatch):
     assert regions
 
 
+def test_equal_layers_run_into_the_clock_once(caches, monkeypatch):
+    judged, reports = [], []
+
+    def busy(region: Any) -> Any:
+        judged.append(region)
+        raise Transient("took more than 480 s")
+
+    def layers(o: Tensor, lse: Tensor) -> Tensor:
+        return packed(o, lse, 2, "2") + packed(o + 1, lse, 2, "2")
+
+    monkeypatch.setattr(proof, "_judge", busy)
+    for times in (1, 2):
+        torch._dynamo.reset()
+        options = {"post_grad_custom_pre_pass": DcpFusionPass(Config(), reports.append)}
+        call = torch.compile(layers, fullgraph=True, options=options)
+        call(torch.randn(3, 4, 8), torch.randn(3, 4))
+        assert [f.transient for f in reports[-1].findings] == [True, True]
+        assert len(judged) == times
+
+
 def test_a_count_that_isnt_saved_stays_one():
     count: Any = 0 + Unsaved(1)
     count += 2
@@ -151,6 +172,19 @@ def test_what_is_transient():
     for error in TRANSIENT.values():
         assert is_transient(error()) == (not isinstance(error(), ZeroDivisionError))
     assert not any(is_transient(error()) for error in LASTING.values())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "std::bad_alloc",
+        "[Errno 12] Cannot allocate memory",
+        "CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY",
+        "cuda runtime error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate",
+    ],
+)
+def test_short_memory_by_other_names(text):
+    assert is_transient(RuntimeError(text))
 
 
 def test_a_report_says_which_refusals_are_transient():

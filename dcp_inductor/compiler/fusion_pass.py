@@ -25,7 +25,7 @@ from dcp_inductor.compiler import lowering, transient
 from dcp_inductor.compiler.dataflow import Stale
 from dcp_inductor.compiler.exchange import Exchange, find_exchanges
 from dcp_inductor.compiler.gather_scatter import GatherScatterFinder, find_scatters
-from dcp_inductor.compiler.proof import Proof, prove
+from dcp_inductor.compiler.proof import Proof, prove, retry_transients
 from dcp_inductor.compiler.region import Proposal, Region, RegionFinder, names_of
 from dcp_inductor.compiler.rewrite import rewrite
 from dcp_inductor.config import Config
@@ -70,6 +70,7 @@ class DcpFusionPass(CustomGraphPass):
         if not (find_exchanges(graph) or find_scatters(graph)):
             self._tell(GraphReport((), num_nodes, num_nodes))
             return
+        retry_transients()
         shown = self.listener is not None or _graphs_are_shown()
         before = _text(graph) if shown else ""
         findings = tuple(_settle(graph, self.config.ag_rs))

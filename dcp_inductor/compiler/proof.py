@@ -88,6 +88,8 @@ class Proof:
 
 
 _MEMO: dict[str, Proof | Miss] = {}
+# Transient refusals of the graph that is being read.
+_NOT_NOW: dict[str, Miss] = {}
 # A proof sets what is the process's: two at once would restore each other's settings.
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -103,14 +105,15 @@ def prove(region: Region) -> Proof | Miss:
         _fp32_by_default(),
     ):
         key = fingerprint(region)
-        if key in _MEMO:
-            known = _MEMO[key]
+        known = _MEMO[key] if key in _MEMO else _NOT_NOW.get(key)
+        if known is not None:
             return replace(known, from_memo=True) if isinstance(known, Proof) else known
         try:
             verdict = _judge(region)
         except Exception as error:
             if is_transient(error):
-                return Miss(what_to_do(error), transient=True)
+                _NOT_NOW[key] = Miss(what_to_do(error), transient=True)
+                return _NOT_NOW[key]
             if not isinstance(error, CantSimulate):
                 raise
             verdict = Miss(str(error))
@@ -143,6 +146,12 @@ def _fp32_by_default() -> Iterator[None]:
 def forget_proofs() -> None:
     """Empty the process's memo of verdicts."""
     _MEMO.clear()
+    retry_transients()
+
+
+def retry_transients() -> None:
+    """For each graph anew: in one graph, equal layers would all run into the clock."""
+    _NOT_NOW.clear()
 
 
 def _judge(region: Region) -> Proof | Miss:

@@ -17,6 +17,14 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+_NO_ROOM = (
+    "out of memory",
+    "out_of_memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "bad_alloc",
+    "status_alloc_failed",
+)
 COUNTER = "dcp_a2a_lse_reduce_transient"
 
 
@@ -52,11 +60,7 @@ def out_of_memory(error: BaseException) -> bool:
     The amount of shared memory that a kernel asks for is none of them.
     """
     text = str(error).lower()
-    return (
-        isinstance(error, MemoryError)
-        or "out of memory" in text
-        or "can't allocate memory" in text
-    )
+    return isinstance(error, MemoryError) or any(said in text for said in _NO_ROOM)
 
 
 class Unsaved(int):
