@@ -219,6 +219,28 @@ def test_an_interpreter_that_somebody_ends_is_started_again(monkeypatch, times):
     assert len({*ended}) == 2
 
 
+def test_an_interpreter_that_reads_no_more_is_given_up(monkeypatch):
+    """A request larger than a pipe, to a process that somebody has stopped."""
+    start = interpreter.Child._start
+
+    def stopped(child: Any) -> None:
+        start(child)
+        child.process.send_signal(signal.SIGSTOP)
+
+    interpreter.CHILD.stop()
+    monkeypatch.setattr(interpreter.Child, "_start", stopped)
+    monkeypatch.setattr(interpreter, "_LIMITS_S", (0.5, 0.5))
+    child, request = interpreter.CHILD, {"most": b"x" * (1 << 22)}
+    child._start()
+    with pytest.raises(TimeoutError):
+        child._exchange(request, 0.5)
+    child.stop()
+    passing, reason = cant_run(launch())
+    assert passing
+    assert "took more than 0 s" in reason
+    interpreter.CHILD.stop()
+
+
 def test_a_kernel_that_crashes_twice_is_refused_for_good():
     request = call(goes_astray, (1,), ["x_ptr"], x_ptr=torch.ones(4))
     assert cant_run(request) == (False, "ended Triton's interpreter by SIGSEGV")

@@ -140,16 +140,18 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            bufsize=0,  # Else closing flushes, into a pipe whose reader may be gone.
         )
+        assert self.process.stdin is not None
+        os.set_blocking(self.process.stdin.fileno(), False)
 
     def _exchange(self, request: dict[str, Any], limit_s: float) -> tuple[str, Any]:
         assert self.process is not None
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         data = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
-        self.process.stdin.write(_LENGTH.pack(len(data)) + data)
-        self.process.stdin.flush()
         deadline = time.monotonic() + limit_s
+        _write(self.process.stdin.fileno(), _LENGTH.pack(len(data)) + data, deadline)
         fd = self.process.stdout.fileno()
         (length,) = _LENGTH.unpack(_read(fd, _LENGTH.size, deadline))
         return pickle.loads(_read(fd, length, deadline))
@@ -157,6 +159,16 @@ class Child:
 
 class _Crashed(CantRun):
     """The kernel ended its process by itself."""
+
+
+def _write(fd: int, data: bytes, deadline: float) -> None:
+    """All of ``data`` to a pipe that doesn't block, whose reader may have stopped."""
+    rest = memoryview(data)
+    while rest:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([], [fd], [], left)[1]:
+            raise TimeoutError
+        rest = rest[os.write(fd, rest[: 1 << 20]) :]
 
 
 def _read(fd: int, length: int, deadline: float) -> bytes:
