@@ -173,13 +173,12 @@ class Step:
             forward_context(context, forward_batch=inputs),
             torch.no_grad(),
         ):
-            yield (
-                lambda: (
-                    forward(
-                        inputs.input_ids, inputs.positions, inputs
-                    ).next_token_logits
-                )
-            )
+
+            def call() -> torch.Tensor:
+                out = forward(inputs.input_ids, inputs.positions, inputs)
+                return out.next_token_logits
+
+            yield call
 
     def first_call_s(self) -> float:
         """Seconds of the first call, most of which compiles."""

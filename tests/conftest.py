@@ -10,7 +10,7 @@ import os
 import pytest
 
 # Beside the test files, which pytest takes by itself.
-pytest.register_assert_rewrite("sglang_cases")
+pytest.register_assert_rewrite("sglang_cases", "tolerances")
 
 # Most tests compile on one core; some start processes of their own.
 _MOST_WORKERS = 4

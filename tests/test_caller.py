@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from types import CodeType
 from typing import Any, cast
 from unittest import mock
@@ -14,12 +13,10 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 import dcp_inductor
 from dcp_inductor.runtime import workspace
-from dcp_inductor.runtime.backends import collective, symm_mem
-from dcp_inductor.runtime.call import ExchangeCall
+from dcp_inductor.runtime.call import ExchangeCall, tag_of
 from dcp_inductor.runtime.caller import NO_CALLER, Caller, find_caller
 
 CALL = {"lse_mode": "base2"}
@@ -137,10 +134,5 @@ def test_a_rank_that_breaks_its_graph_alone_is_in_the_same_function() -> None:
     ],
 )
 def test_a_row_carries_the_function_but_not_the_folder(other, equal) -> None:
-    o, lse = torch.ones(2, 4, 8), torch.zeros(2, 4)
-    call = ExchangeCall(o, lse, cast("ProcessGroup", None), "g", "base2", False)
     here = Caller("/a/m.py", 3, "decode")
-    ours, theirs = replace(call, caller=here), replace(call, caller=other)
-    assert (symm_mem._tag(ours) == symm_mem._tag(theirs)) is equal
-    tags = [collective._tag(1, of, o.shape, "base2") for of in (here, other)]
-    assert (tags[0] == tags[1]) is equal
+    assert (tag_of(1, here, "base2") == tag_of(1, other, "base2")) is equal

@@ -31,7 +31,7 @@ from dcp_inductor.op import a2a_lse_reduce
 from dcp_inductor.runtime import agreement, backends, rollcall, selection, workspace
 from dcp_inductor.runtime.backends import collective
 from dcp_inductor.runtime.backends.collective import Collective
-from dcp_inductor.runtime.call import ExchangeCall
+from dcp_inductor.runtime.call import ExchangeCall, tag_of
 from dcp_inductor.runtime.caller import Caller
 
 TIMEOUT_S = 2.0
@@ -408,7 +408,8 @@ def test_on_a_device_another_calls_message_makes_nan(dtype, other):
         (received[1:], other),
     ):
         tag = message[:, : collective._TAG_BYTES].view(torch.int64)
-        tag.fill_(collective._tag(*kind))
+        site, caller, shape, mode = kind
+        tag.fill_(tag_of(site, caller, *shape, mode))
     merged = torch.ones(3, 2, 8).to(dtype), torch.ones(3, 2)
     for result in collective._nan_if_mixed(sent, received, merged):
         value = result.float()

@@ -177,15 +177,6 @@ def _is_result(node: Node) -> bool:
     return any(read_collective(source, "all_gather") for source in node.all_input_nodes)
 
 
-def _read(gathers: Iterable[Node]) -> Iterator[tuple[Node, Exchange | Miss]]:
-    """What each gather exchanges, or why it can't be taken."""
-    return (
-        (node, exchange)
-        for node in gathers
-        for exchange in read_collective(node, "all_gather")
-    )
-
-
 class GatherScatterFinder:
     """Proposes regions that end in a reduce-scatter, of one graph as it was read.
 
@@ -205,11 +196,13 @@ class GatherScatterFinder:
             return Proposal((scatter,), (), Miss(_OPT_IN))
         found: list[Region | Miss] = []
         hint = ""
-        gathers = self._nearest_first(_combined_gathers(scatter.node))
-        for _, gather in _read(gathers):
-            miss = gather if isinstance(gather, Miss) else _unlike(gather, scatter)
-            if isinstance(gather, Miss) or miss is not None:
-                found += [miss] if miss is not None else []
+        for gather in self._nearest_first(_combined_gathers(scatter.node)):
+            if isinstance(gather, Miss):
+                found.append(gather)
+                continue
+            unlike = _unlike(gather, scatter)
+            if unlike is not None:
+                found.append(unlike)
                 continue
             search = self._search(gather, scatter)
             found += search.regions()
@@ -223,10 +216,14 @@ class GatherScatterFinder:
         assert self._flow is not None, "it found this scatter"
         return _Search(self._flow, gather, scatter)
 
-    def _nearest_first(self, gathers: list[Node]) -> list[Node]:
-        """By place in the graph, from the end."""
+    def _nearest_first(self, gathers: list[Node]) -> list[Exchange | Miss]:
+        """What each exchanges, or why it can't be taken; from the end of the graph."""
         assert self._flow is not None, "it found these"
-        return self._flow.in_order(gathers)[::-1]
+        return [
+            exchange
+            for node in self._flow.in_order(gathers)[::-1]
+            for exchange in read_collective(node, "all_gather")
+        ]
 
 
 def _unlike(gather: Exchange, scatter: Exchange) -> Miss | None:

@@ -5,6 +5,8 @@ Axes: B tokens, H heads before the exchange, N ranks (cp_size), D head dim.
 
 from __future__ import annotations
 
+import functools
+import zlib
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,6 +83,15 @@ class ExchangeCall:
             partial_o=self.partial_o.narrow(0, start, length),
             partial_lse=self.partial_lse.narrow(0, start, length),
         )
+
+
+@functools.lru_cache(maxsize=4096)
+def tag_of(site: int, caller: Caller, *kind: object) -> int:
+    """What calls of several ranks that meet have in common; a hash, 32 bits.
+
+    kind: what else must be equal, of values that are written the same on all ranks.
+    """
+    return zlib.crc32(repr((site, str(caller), *kind)).encode())
 
 
 def check_partials(partial_o: Tensor, partial_lse: Tensor, cp_size: int) -> None:

@@ -13,7 +13,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from tolerances import rounding_steps
+from tolerances import assert_merged, rounding_steps
 from torch.distributed import _symmetric_memory as symm_mem
 
 import dcp_inductor
@@ -34,14 +34,6 @@ def partials(num_ranks, b, h, d, dtype=torch.bfloat16, seed=0):
     return o, lse
 
 
-def check(out, o, lse, rank, mode="base2"):
-    wanted, _ = a2a_lse_reduce_reference(o, lse, rank=rank, lse_mode=mode)
-    scale, _ = a2a_lse_reduce_reference(o.float().abs(), lse, rank=rank, lse_mode=mode)
-    off = (out.float() - wanted.float()).abs() / scale.clamp(min=1e-3)
-    assert not out.isnan().any()
-    assert off.max().item() <= TOLERANCE[o.dtype], off.max().item()
-
-
 def newest():
     return workspace.reservations()[-1][1]
 
@@ -56,7 +48,7 @@ def test_every_dtype_and_head_dim(ranks, dtype, mode):
             out, out_lse = dcp_inductor.a2a_lse_reduce(
                 o[rank], lse[rank], lse_mode=mode, return_lse=True
             )
-            check(out, o, lse, rank, mode)
+            assert_merged(out, o, lse, rank, mode)
             _, wanted = a2a_lse_reduce_reference(o, lse, rank=rank, lse_mode=mode)
             torch.testing.assert_close(out_lse, wanted, rtol=1e-5, atol=1e-5)
             assert newest().backend.name == "symm_mem"
@@ -82,7 +74,7 @@ def test_special_values_and_strides(ranks):
         (wide[..., 1:129], lse[rank].unsqueeze(-1)),
     ):
         out = dcp_inductor.a2a_lse_reduce(given, given_lse, lse_mode="basee")
-        check(out, o, lse, rank, "basee")
+        assert_merged(out, o, lse, rank, "basee")
 
 
 def test_calls_that_differ_in_one_thing_follow_one_another(ranks):
@@ -98,15 +90,15 @@ def test_calls_that_differ_in_one_thing_follow_one_another(ranks):
             wide[..., start : start + 64] = o[rank]
             given = wide[..., start : start + 64]
             out = dcp_inductor.a2a_lse_reduce(given, lse[rank], lse_mode=mode)
-            check(out, o, lse, rank, mode)
+            assert_merged(out, o, lse, rank, mode)
         for tokens in (3, 2):
             out, out_lse = dcp_inductor.a2a_lse_reduce(
                 o[rank, :tokens], lse[rank, :tokens], lse_mode=mode, return_lse=True
             )
-            check(out, o[:, :tokens], lse[:, :tokens], rank, mode)
+            assert_merged(out, o[:, :tokens], lse[:, :tokens], rank, mode)
             assert out_lse.shape == (tokens, 2)
         out = dcp_inductor.a2a_lse_reduce(one, lse[rank, :1], lse_mode=mode)
-        check(out, o[:, :1], lse[:, :1], rank, mode)
+        assert_merged(out, o[:, :1], lse[:, :1], rank, mode)
 
 
 def test_an_eager_call_and_a_graph_at_once_in_opposite_order(ranks):
@@ -142,7 +134,7 @@ def test_an_eager_call_and_a_graph_at_once_in_opposite_order(ranks):
             out = eager()
         torch.cuda.synchronize()
         for result in (out, captured):
-            check(result, o, lse, rank)
+            assert_merged(result, o, lse, rank)
     dcp_inductor.check()
 
 
@@ -163,7 +155,7 @@ def test_wider_than_the_slot_and_empty(ranks):
     for b in (1, 16, 17, 48, 49):
         o, lse = partials(n, b, 2 * n, 32, seed=b)
         out = dcp_inductor.a2a_lse_reduce(o[rank], lse[rank], lse_mode="base2")
-        check(out, o, lse, rank)
+        assert_merged(out, o, lse, rank)
     empty = dcp_inductor.a2a_lse_reduce(o[rank, :0], lse[rank, :0], lse_mode="base2")
     assert empty.shape == (0, 2, 32)
 
@@ -172,7 +164,7 @@ def test_rows_that_are_no_whole_words_go_to_the_next_backend(ranks):
     rank, n = ranks
     o, lse = partials(n, 3, 2 * n, 33)
     out = dcp_inductor.a2a_lse_reduce(o[rank], lse[rank], lse_mode="base2")
-    check(out, o, lse, rank)
+    assert_merged(out, o, lse, rank)
     assert newest().backend.name == "collective"
 
 
@@ -211,7 +203,7 @@ def test_graphs_of_several_widths_mixed_with_eager_on_other_streams(ranks):
             else:
                 out = dcp_inductor.a2a_lse_reduce(o[rank], lse[rank], lse_mode="base2")
         torch.cuda.synchronize()
-        check(out, o, lse, rank)
+        assert_merged(out, o, lse, rank)
     dcp_inductor.check()
 
 
@@ -239,12 +231,12 @@ def test_second_capture_stream_is_refused_before_the_exchange(ranks):
         capture(call, torch.cuda.Stream())
     torch.cuda.synchronize()
     first.replay()
-    check(out, o, lse, rank)
+    assert_merged(out, o, lse, rank)
     dcp_inductor.reserve(max_tokens=8, capture_domains=2, **shape)
     for _ in range(2):
         graph, out = capture(call, torch.cuda.Stream())
         graph.replay()
-        check(out, o, lse, rank)
+        assert_merged(out, o, lse, rank)
 
 
 def chain(o, lse, num_ranks, group):
@@ -293,7 +285,7 @@ def test_compiled_with_the_pass(ranks, mode, d):
             o, lse = partials(n, 4, h, d, seed=step)
             torch.compiler.cudagraph_mark_step_begin()
             outs = [out.clone() for out in fn(o[rank].clone(), lse[rank].clone())]
-            check(outs[0], o, lse, rank)
+            assert_merged(outs[0], o, lse, rank)
             unfused = decoder(o[rank], lse[rank])
             for out, other in zip(outs, unfused, strict=True):
                 off = (out - other).float().norm() / other.float().norm()
@@ -332,8 +324,8 @@ def test_user_streams_get_their_own_lanes(ranks):
             o, lse = partials(n, 3, h, d, seed=step)
             outs = fn(o[rank], lse[rank])
             torch.cuda.synchronize()
-            check(outs[0], o, lse, rank)
-            check(outs[1], o * 2, lse, rank)
+            assert_merged(outs[0], o, lse, rank)
+            assert_merged(outs[1], o * 2, lse, rank)
     finally:
         dcp_inductor.uninstall()
 
@@ -349,7 +341,7 @@ def test_one_shot_all_reduce_stays_exact_around_fused_calls(ranks):
         out = dcp_inductor.a2a_lse_reduce(o[rank], lse[rank], lse_mode="base2")
         shared.fill_(rank + step)
         total = torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", group)
-        check(out, o, lse, rank)
+        assert_merged(out, o, lse, rank)
         assert (total == sum(r + step for r in range(n))).all()
     assert symm_mem.get_backend(torch.device("cuda")) == "CUDA"
 
@@ -363,7 +355,7 @@ def test_two_groups_and_two_geometries_side_by_side(ranks):
             out = dcp_inductor.a2a_lse_reduce(
                 o[rank], lse[rank], group, lse_mode="base2"
             )
-            check(out, o, lse, rank)
+            assert_merged(out, o, lse, rank)
 
 
 def test_a_write_behind_a_slot_shows(ranks):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tolerances import NARROW
+from tolerances import NARROW, assert_merged
 from torch.distributed import _symmetric_memory as symm_mem
 
 import dcp_inductor
@@ -83,16 +83,6 @@ def call(o, lse, rank, mode="base2"):
     return dcp_inductor.a2a_lse_reduce(o[rank], lse[rank], lse_mode=mode)
 
 
-def check(out, o, lse, rank, mode="base2"):
-    wanted, _ = a2a_lse_reduce_reference(o, lse, rank=rank, lse_mode=mode)
-    scale, _ = a2a_lse_reduce_reference(o.float().abs(), lse, rank=rank, lse_mode=mode)
-    off = (out.float() - wanted.float()).abs() / scale.clamp(min=1e-3)
-    assert out.shape == wanted.shape
-    assert out.dtype == o.dtype
-    assert not out.isnan().any()
-    assert off.max().item() <= NARROW[o.dtype], off.max().item()
-
-
 def test_reserve_makes_proved_workspaces(ranks, op):
     _, n = ranks
     before = symm_mem.get_backend("cuda")
@@ -129,7 +119,7 @@ def test_against_merge(ranks, op, dtype, mode):
         for b in (1, 3, 16, 64):
             o, lse = partials(n, b, h, d, dtype, seed=b)
             for _ in range(3):  # Both halves of the workspace, and back.
-                check(call(o, lse, rank, mode), o, lse, rank, mode)
+                assert_merged(call(o, lse, rank, mode), o, lse, rank, mode)
 
 
 def test_views_pieces_and_no_tokens(ranks, op):
@@ -142,7 +132,7 @@ def test_views_pieces_and_no_tokens(ranks, op):
         odd = torch.empty(b, h, D + 1, dtype=o.dtype, device="cuda")[:, :, 1:]
         for mine in (head_major, odd.copy_(o[rank])):
             out = dcp_inductor.a2a_lse_reduce(mine, lse[rank], lse_mode="base2")
-            check(out, o, lse, rank)
+            assert_merged(out, o, lse, rank)
     assert call(o[:, :0], lse[:, :0], rank).shape == (0, 4, D)
 
 
@@ -153,7 +143,7 @@ def test_a_merged_lse(ranks, op):
     out, out_lse = dcp_inductor.a2a_lse_reduce(
         o[rank], lse[rank], lse_mode="basee", return_lse=True
     )
-    check(out, o, lse, rank, "basee")
+    assert_merged(out, o, lse, rank, "basee")
     _, wanted = a2a_lse_reduce_reference(o, lse, rank=rank, lse_mode="basee")
     torch.testing.assert_close(out_lse, wanted, rtol=1e-5, atol=1e-5)
 
@@ -190,8 +180,8 @@ def test_graphs_replayed_between_eager_calls(ranks, op):
             graph.replay()
             graph.replay()
         torch.cuda.synchronize()
-        check(out, o, lse, rank)
-        check(eager, o, lse, rank)
+        assert_merged(out, o, lse, rank)
+        assert_merged(eager, o, lse, rank)
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
@@ -208,7 +198,8 @@ def test_compiled_with_the_pass(ranks, op, mode):
             for step in range(5):
                 o, lse = partials(n, 4, h, seed=step)
                 torch.compiler.cudagraph_mark_step_begin()
-                check(fn(o[rank].clone(), lse[rank].clone()).clone(), o, lse, rank)
+                out = fn(o[rank].clone(), lse[rank].clone()).clone()
+                assert_merged(out, o, lse, rank)
     finally:
         dcp_inductor.uninstall()
     assert fused == [1]
@@ -251,4 +242,4 @@ def test_auto_takes_it_only_if_it_changes_nothing(ranks, op, monkeypatch):
     found = reserve(5 * n)
     assert found.backend.name == ("collective" if op.sets_backend else "symm_mem")
     o, lse = partials(n, 3, 5 * n)
-    check(call(o, lse, rank), o, lse, rank)
+    assert_merged(call(o, lse, rank), o, lse, rank)

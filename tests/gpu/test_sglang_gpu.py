@@ -14,10 +14,9 @@ import math
 
 import pytest
 import torch
-from tolerances import rounding_steps
+from tolerances import assert_merged, rounding_steps
 
 import dcp_inductor
-from dcp_inductor.merge import a2a_lse_reduce_reference
 from dcp_inductor.runtime import workspace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -57,16 +56,6 @@ def reserve(group, h, dtype=torch.bfloat16):
     )
 
 
-def check(out, o, lse, rank, mode):
-    wanted, _ = a2a_lse_reduce_reference(o, lse, rank=rank, lse_mode=mode)
-    scale, _ = a2a_lse_reduce_reference(o.float().abs(), lse, rank=rank, lse_mode=mode)
-    off = (out.float() - wanted.float()).abs() / scale.clamp(min=1e-3)
-    assert out.shape == wanted.shape
-    assert out.dtype == o.dtype
-    assert not out.isnan().any()
-    assert off.max().item() <= TOLERANCE[o.dtype], off.max().item()
-
-
 def variants_of(group, o, lse, base_e=False):
     """The three variants, and the reports that the pass will make."""
     from dcp_inductor.bench.sglang import sglang_variants
@@ -94,7 +83,7 @@ def test_eager_compiled_and_fused_agree(ranks, group, dtype, base_e):
     if dtype.itemsize == 1 and torch.__version__ < (2, 12):
         del variants["compiled"]  # This Inductor can't fill float8 tensors.
     for call in variants.values():
-        check(call(), o, lse, rank, mode)
+        assert_merged(call(), o, lse, rank, mode)
     assert_fused(reports, mode)
 
 
@@ -124,7 +113,7 @@ def test_graphs_captured_as_sglang_does(ranks, group, heads_per_rank):
             mine.copy_(o[rank])
             my_lse.copy_(lse[rank])
             graph.replay()
-            check(out, o, lse, rank, "base2")
+            assert_merged(out, o, lse, rank, "base2")
     dcp_inductor.check()
 
 
@@ -140,7 +129,7 @@ def test_a_graph_of_sixty_layers_replays_to_the_same_bits(ranks, group):
         graph, out = capture(variants["pass"], stream, calls=60)
     graph.replay()
     first = out.clone()
-    check(first, o, lse, rank, "base2")
+    assert_merged(first, o, lse, rank, "base2")
     for _ in range(50):
         graph.replay()
         assert torch.equal(out, first)
@@ -155,7 +144,7 @@ def test_empty_shards(ranks, group):
     lse[:, 1] = -math.inf
     variants, reports = variants_of(group, o[rank].clone(), lse[rank].clone())
     for call in variants.values():
-        check(call(), o, lse, rank, "base2")
+        assert_merged(call(), o, lse, rank, "base2")
     assert_fused(reports, "base2")
 
 
@@ -177,7 +166,7 @@ def test_ag_rs_where_it_is_allowed(ranks, group):
     options = {"post_grad_custom_pre_pass": fusion_pass}
     fused = torch.compile(reduce, fullgraph=True, dynamic=False, options=options)
     for fn in (reduce, fused):
-        check(fn(o[rank], lse[rank]).transpose(0, 1), o, lse, rank, "base2")
+        assert_merged(fn(o[rank], lse[rank]).transpose(0, 1), o, lse, rank, "base2")
     assert_fused(reports, "base2")
 
 
@@ -211,8 +200,8 @@ def test_the_eager_hook_in_a_capture(ranks, group, monkeypatch):
         mine.copy_(o[rank])
         my_lse.copy_(lse[rank])
         graph.replay()
-        check(out, o, lse, rank, "base2")
-        check(call(), o, lse, rank, "base2")
+        assert_merged(out, o, lse, rank, "base2")
+        assert_merged(call(), o, lse, rank, "base2")
     dcp_inductor.check()
 
 
@@ -235,7 +224,7 @@ def test_buffers_of_the_caller_stay_unfused_on_a_gpu(ranks, group):
     compiled = torch.compile(
         reduce, fullgraph=True, options={"post_grad_custom_pre_pass": fusion_pass}
     )
-    check(compiled(o[rank], lse[rank], *buffers), o, lse, rank, "base2")
+    assert_merged(compiled(o[rank], lse[rank], *buffers), o, lse, rank, "base2")
     (report,) = reports
     assert report.fused == 0
     assert "a buffer of the caller" in str(report.findings[0])

@@ -16,8 +16,6 @@ sizes, which the group's own collective stops or not: NCCL waits for its own tim
 
 from __future__ import annotations
 
-import functools
-import zlib
 from typing import NoReturn
 
 import torch
@@ -26,8 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dcp_inductor.merge import merge
-from dcp_inductor.runtime.call import ExchangeCall, Geometry
-from dcp_inductor.runtime.caller import Caller
+from dcp_inductor.runtime.call import ExchangeCall, Geometry, tag_of
 
 _ALIGNMENT = 16
 _TAG_BYTES = _ALIGNMENT
@@ -94,7 +91,7 @@ def _packed(call: ExchangeCall) -> Tensor:
     o_part, lse_part = _parts(sent, shape, call.partial_o.dtype)
     o_part.copy_(call.partial_o.unflatten(1, heads).transpose(0, 1))
     lse_part.copy_(call.partial_lse.unflatten(1, heads).transpose(0, 1))
-    tag = _tag(call.site, call.caller, call.partial_o.shape, call.lse_mode)
+    tag = tag_of(call.site, call.caller, *call.partial_o.shape, call.lse_mode)
     sent[:, :_TAG_BYTES].view(torch.int64).fill_(tag)
     return sent
 
@@ -105,12 +102,6 @@ def _merged(
     """The merge of all ranks' messages to this one, ``[N, bytes]``."""
     parts = _parts(received, _o_shape(call), call.partial_o.dtype)
     return _nan_if_mixed(sent, received, merge(*parts, lse_mode=call.lse_mode))
-
-
-@functools.lru_cache(maxsize=4096)
-def _tag(site: int, caller: Caller, shape: torch.Size, lse_mode: str) -> int:
-    """What matching calls have in common; a hash, 32 bits."""
-    return zlib.crc32(repr((site, str(caller), *shape, lse_mode)).encode())
 
 
 def _nan_if_mixed(

@@ -12,7 +12,6 @@ import ctypes
 import importlib.util
 import itertools
 import socket
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.distributed import ProcessGroup
 from dcp_inductor.config import Config
 from dcp_inductor.errors import BackendUnavailable
 from dcp_inductor.runtime import kernels
-from dcp_inductor.runtime.call import ExchangeCall, Geometry
+from dcp_inductor.runtime.call import ExchangeCall, Geometry, tag_of
 
 _SLOT_ALIGNMENT = 256
 # Behind each slot, of this value: whoever writes past a slot, ours or not, shows.
@@ -238,6 +237,7 @@ class SymmMemBuffers:
         if len(self.launches) >= _MOST_PREPARED:
             self.launches.clear()
         peers, epochs, status = self.slots[slot]
+        kind = *call.partial_o.shape, call.with_lse, call.lse_mode
         return self.prepare(
             call.partial_o,
             call.partial_lse,
@@ -247,7 +247,7 @@ class SymmMemBuffers:
             geometry=self.slot_geometry,
             rank=self.rank,
             lse_mode=call.lse_mode,
-            tag=_tag(call),
+            tag=tag_of(call.site, call.caller, *kind),
             spin_limit_ns=self.spin_limit_ns,
             max_programs=self.max_programs,
         )
@@ -305,9 +305,3 @@ def building() -> Iterator[None]:
         raise BackendUnavailable(
             f"the exchange kernel doesn't build: {type(error).__name__}: {error}"
         ) from error
-
-
-def _tag(call: ExchangeCall) -> int:
-    """What matching calls have in common; a hash, 31 bits of which are sent."""
-    what = (call.site, str(call.caller), *call.partial_o.shape, call.with_lse)
-    return zlib.crc32(repr((*what, call.lse_mode)).encode())
