@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,10 @@ import torch
 from ranks import run_ranks
 from sglang_host import real_comm
 from sglang_starts import BROKEN, start_on_rank
+
+from dcp_inductor.integrations import sglang
+from dcp_inductor.integrations.sglang_plan import Plan
+from dcp_inductor.runtime import agreement
 
 pytestmark = pytest.mark.sglang
 
@@ -122,6 +127,30 @@ def test_speculation_that_adapts_reserves_for_its_longest_step(started):
     for found in (ranks["speculation that adapts"] for ranks in started):
         ((_, geometry, _),) = found["reserved"]
         assert geometry["max_tokens"] == 16 * 5
+
+
+def test_what_one_rank_alone_has_reserved_doesnt_count(monkeypatch):
+    plan = Plan(
+        "dcp:0",
+        "1",
+        2,
+        16,
+        8,
+        64,
+        torch.bfloat16,
+        "cpu",
+        "a2a",
+        compiled=True,
+        eager=False,
+    )
+    reserved = SimpleNamespace(geometry=SimpleNamespace(max_tokens=64))
+    monkeypatch.setattr(sglang, "_reserved", lambda plan: reserved)
+
+    def agree(group: Any, topic: str, mine: Any, timeout_s: float) -> list[Any]:
+        return [mine, {**mine, "reserved": 0}]
+
+    monkeypatch.setattr(agreement, "agree", agree)
+    assert sglang._voted(None, lambda: plan) == (plan, 0)
 
 
 def test_an_eager_targets_plan_outlives_its_drafts(started):
