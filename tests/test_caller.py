@@ -34,7 +34,27 @@ def line_of(function: Any) -> int:
     return cast(CodeType, function.__code__).co_firstlineno
 
 
-def _callers(rank: int, num_ranks: int) -> list[str]:
+@torch.compiler.disable
+def greet(rank: int) -> None:
+    assert rank == 0
+
+
+def greeting(o: Tensor, lse: Tensor, rank: int) -> Tensor:
+    if rank == 0:
+        greet(rank)
+    return dcp_inductor.a2a_lse_reduce(o, lse, **CALL)
+
+
+def _greeted(rank: int) -> tuple[bool, dict[str, int]]:
+    """Whether eager and compiled agree, and the graph breaks of this rank."""
+    o, lse = torch.ones(2, 4, 8), torch.zeros(2, 4)
+    torch._dynamo.utils.counters.clear()
+    merged = torch.compile(greeting)(o, lse, rank)
+    breaks = dict(torch._dynamo.utils.counters["graph_break"])
+    return torch.equal(merged, target(o, lse)), breaks
+
+
+def _callers() -> list[str]:
     """Of an eager and a compiled call of each function, and of one by a library."""
     seen: list[str] = []
     run = workspace.run
@@ -53,7 +73,16 @@ def _callers(rank: int, num_ranks: int) -> list[str]:
     return seen
 
 
-def test_the_function_that_calls_or_was_compiled() -> None:
+def _on_rank(rank: int, num_ranks: int) -> dict[str, Any]:
+    return {"callers": _callers(), "greeted": _greeted(rank)}
+
+
+@pytest.fixture(scope="module")
+def on_ranks() -> list[dict[str, Any]]:
+    return run_ranks(_on_rank, 2)
+
+
+def test_the_function_that_calls_or_was_compiled(on_ranks) -> None:
     """The two have one graph, and so one compiled artifact."""
     expected = [
         f"test_caller.py:{line_of(function)} {function.__name__}"
@@ -61,7 +90,7 @@ def test_the_function_that_calls_or_was_compiled() -> None:
         for _ in range(2)
     ]
     expected.append(f"test_caller.py:{line_of(_callers)} _callers")
-    assert run_ranks(_callers, 2) == [expected] * 2
+    assert [found["callers"] for found in on_ranks] == [expected] * 2
 
 
 def attend_in(module: str) -> Callable[[], Caller]:
@@ -100,27 +129,11 @@ def test_where_no_frame_is_a_programs_there_is_no_caller() -> None:
     assert str(NO_CALLER) == ""
 
 
-@torch.compiler.disable
-def greet(rank: int) -> None:
-    assert rank == 0
-
-
-def greeting(o: Tensor, lse: Tensor, rank: int) -> Tensor:
-    if rank == 0:
-        greet(rank)
-    return dcp_inductor.a2a_lse_reduce(o, lse, **CALL)
-
-
-def _greeted(rank: int, num_ranks: int) -> list[bool]:
-    o, lse = torch.ones(2, 4, 8), torch.zeros(2, 4)
-    merged = torch.compile(greeting)(o, lse, rank)
-    breaks = torch._dynamo.utils.counters["graph_break"]
-    assert bool(breaks) == (rank == 0), breaks
-    return [torch.equal(merged, target(o, lse))]
-
-
-def test_a_rank_that_breaks_its_graph_alone_is_in_the_same_function() -> None:
-    assert run_ranks(_greeted, 2) == [[True]] * 2
+def test_a_rank_that_breaks_its_graph_alone_is_in_the_same_function(on_ranks) -> None:
+    for rank, found in enumerate(on_ranks):
+        equal, breaks = found["greeted"]
+        assert equal
+        assert bool(breaks) == (rank == 0), breaks
 
 
 @pytest.mark.parametrize(
