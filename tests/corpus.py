@@ -134,12 +134,22 @@ class Partials:
     """How partials reach the exchange.
 
     shared: changes [B, H, ..] before it is laid out. laid: the strides of the graph's
-    input. computed: what the graph does to both before the exchange.
+    input. computed: what the graph does to both before the exchange. split: the same,
+    element by element, when they are split by rank.
     """
 
     shared: Callable[[Tensor], Tensor] = lambda x: x
     laid: Callable[[Tensor], Tensor] = lambda x: x.contiguous()
     computed: Callable[[Tensor, Tensor], Any] = lambda o, lse: (o, lse)
+    split: Callable[[Tensor, Tensor], Any] = lambda o, lse: (o, lse)
+
+
+def _halved(o: Tensor) -> Tensor:
+    return (o.float() * 0.5).to(o.dtype)
+
+
+def _cleaned(lse: Tensor) -> Tensor:
+    return torch.where(torch.isnan(lse), -torch.inf, lse)
 
 
 def _pitched(x: Tensor) -> Tensor:
@@ -153,9 +163,10 @@ def _pitched(x: Tensor) -> Tensor:
 
 PARTIALS: dict[str, Partials] = {
     "inputs": Partials(),
-    "computed": Partials(
-        computed=lambda o, lse: ((o.float() * 0.5).to(o.dtype), lse + 1.0)
-    ),
+    "computed": Partials(computed=lambda o, lse: (_halved(o), lse + 1.0)),
+    "LSE computed when split": Partials(split=lambda o, lse: (o, _cleaned(lse))),
+    "o computed when split": Partials(split=lambda o, lse: (_halved(o), lse)),
+    "computed when split": Partials(split=lambda o, lse: (_halved(o), lse + 1.0)),
     "pitched": Partials(laid=_pitched),
     # All heads of a token read one row: stride 0.
     "expanded": Partials(shared=lambda x: x[:, :1].expand(x.shape), laid=lambda x: x),
@@ -504,7 +515,8 @@ def exchange(entry: Entry, group: Any) -> Callable[..., Any]:
         lse = LSE_LAYOUTS[entry.lse_layout][1](lse)
         send_o = layout.split(o, n, entry.head_dim)
         send_lse = layout.split(lse, n, 1).squeeze(-1)
-        received = PACKS[entry.pack](send_o, send_lse, WIRES[entry.wire], group)
+        sent = PARTIALS[entry.partials].split(send_o, send_lse)
+        received = PACKS[entry.pack](*sent, WIRES[entry.wire], group)
         merged, merged_lse = MERGES[entry.merge](
             received[0].float(), received[1], power, entry.guard
         )
@@ -544,7 +556,8 @@ def expected(entry: Entry, partials: list[tuple[Tensor, Tensor]], rank: int) -> 
 
 def _partials_in_graph(entry: Entry, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     partials = PARTIALS[entry.partials]
-    return partials.computed(partials.shared(o.to(entry.dtype)), partials.shared(lse))
+    shared = partials.shared(o.to(entry.dtype)), partials.shared(lse)
+    return partials.split(*partials.computed(*shared))
 
 
 # ---------------------------------------------------------------- entries

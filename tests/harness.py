@@ -128,10 +128,12 @@ def captured(
     edit: Callable[[Graph], None] | None = None,
     allow_scalars: bool = False,
     config: Config | None = None,
+    num_graphs: int = 1,
 ) -> Captured:
     """Compile ``fn`` for ``args`` up to the post-grad passes.
 
-    edit: changes the graph before the pass sees it. config: of the pass.
+    edit: changes the graph before the pass sees it. config: of the pass. num_graphs: of
+    which the function's own comes last, behind those that its higher-order ops run.
     """
     result = Captured(call=lambda *_: None)
     tap = _Tap(result, config)
@@ -169,7 +171,7 @@ def captured(
     result.call = torch.compile(fn, backend=backend, fullgraph=True)
     with torch._dynamo.config.patch(capture_scalar_outputs=allow_scalars):
         result.flat_inputs(args)
-    assert result.num_graphs == 1, "one function, one graph"
+    assert result.num_graphs == num_graphs, "one function, one graph"
     return result
 
 

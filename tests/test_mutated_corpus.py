@@ -407,6 +407,45 @@ def test_what_fuses_after_a_mutation_long(groups, data):
     _check_mutation(groups, data)
 
 
+# ------------------------------------------------------------- found by long runs
+
+
+def _compares_the_wrong_two(graph: Graph) -> None:
+    """In a running merge, the max of what is merged already and the next by another
+    comparison: right until an LSE is 88 above a middle one that is above a third."""
+    (_, second) = graph.find_nodes(op="call_function", target=aten.ge.Tensor)
+    one = next(n for n in graph.nodes if n.target is aten.select.int and n.args[2] == 1)
+    second.update_arg(0, one)
+
+
+def _shifts_then_asks(graph: Graph) -> None:
+    """NaN, where all shards are empty, becomes NaN + 1 and then 0."""
+    (end,) = graph.output_node().args[0]
+    with graph.inserting_before(graph.output_node()):
+        shifted = graph.call_function(aten.add.Tensor, (end, 1.0))
+        asked = _INSERTED["nan_to_num"](graph, shifted, 0.0)
+    graph.output_node().replace_input_with(end, asked)
+
+
+@pytest.mark.parametrize(
+    ("entry", "change", "reason"),
+    [
+        (BASES[4], _compares_the_wrong_two, "it isn't the LSE merge"),
+        (BASES[6], _shifts_then_asks, "looks for NaN"),
+    ],
+)
+def test_change_that_a_long_run_found(groups, entry, change, reason):
+    base = _base(entry, groups)
+    graph = base.mutable()
+    change(graph)
+    assert _valid(graph, base.flat[0][0])
+    reports: list[GraphReport] = []
+    DcpFusionPass(Config(), reports.append)(graph)
+    (finding,) = reports[0].findings
+    assert not finding.fused
+    assert reason in finding.reason
+
+
 # ------------------------------------------------------------- mixes
 
 _LSE_LAYOUTS = {

@@ -25,6 +25,7 @@ from dcp_inductor.compiler import lowering, transient
 from dcp_inductor.compiler.dataflow import Stale
 from dcp_inductor.compiler.exchange import Exchange, find_exchanges
 from dcp_inductor.compiler.gather_scatter import GatherScatterFinder, find_scatters
+from dcp_inductor.compiler.nanlooks import asks_for_nan, question_behind
 from dcp_inductor.compiler.proof import Proof, prove, retry_transients
 from dcp_inductor.compiler.region import Proposal, Region, RegionFinder, names_of
 from dcp_inductor.compiler.rewrite import rewrite
@@ -133,6 +134,7 @@ def _settle(graph: Graph, ag_rs: bool) -> Iterator[Finding]:
     """
     settled: set[Node] = set()
     finder = _Finders(graph, ag_rs)
+    asks = any(map(asks_for_nan, graph.nodes))
     while True:
         fresh = [found for found in finder.found if found[0] not in settled]
         if not fresh:
@@ -154,10 +156,11 @@ def _settle(graph: Graph, ag_rs: bool) -> Iterator[Finding]:
             yield Finding(node.name, exchange.group_name, 0, False, reason)
             continue
         settled.update(member.node for member in proposal.exchanges)
-        yield _attempt(graph, proposal)
+        yield _attempt(graph, proposal, asks)
 
 
-def _attempt(graph: Graph, proposal: Proposal) -> Finding:
+def _attempt(graph: Graph, proposal: Proposal, asks: bool) -> Finding:
+    """asks: something in the graph asks for NaN."""
     first = proposal.exchanges[0]
     finding = Finding(
         names_of(proposal.exchanges),
@@ -168,6 +171,8 @@ def _attempt(graph: Graph, proposal: Proposal) -> Finding:
     miss = proposal.miss
     for region in _to_try(proposal.regions):
         verdict = _verdict(region)
+        if asks and isinstance(verdict, Proof):
+            verdict = _unasked(region, verdict)
         if isinstance(verdict, Proof):
             rewrite(graph, region, verdict)
             counters["inductor"][COUNTER] += 1
@@ -218,6 +223,19 @@ def _verdict(region: Region) -> Proof | Miss:
         log.exception("the proof of %s failed", region)
         reason = f"internal error in the proof: {type(error).__name__}: {error}"
         return Miss(reason, transient=True)
+
+
+def _unasked(region: Region, proof: Proof) -> Proof | Miss:
+    """NOTE [looks for NaN] of nanlooks.py."""
+    if proof.finite:
+        return proof
+    question = question_behind((region.merged, region.merged_lse))
+    if question is None:
+        return proof
+    return Miss(
+        f"{question.name} looks for NaN or infinity behind the merge, which makes some "
+        "where the op doesn't, as where all ranks are empty; guard the merge itself"
+    )
 
 
 def _publish(report: GraphReport) -> None:

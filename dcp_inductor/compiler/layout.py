@@ -21,6 +21,8 @@ from dcp_inductor.compiler.simulate import Simulation
 from dcp_inductor.report import Miss
 
 _MAX_LSE_ORDERS = 6
+# Places in an order that aren't axes of the head map: all heads, and their two parts.
+_HEADS, _RANKS, _LOCAL = -1, -2, -3
 
 
 @dataclass(frozen=True)
@@ -98,16 +100,17 @@ class _Skeleton:
         self.maps = maps
         self.simulations = simulations
         first = maps[0]
-        num_ranks = simulations[0].region.num_ranks
+        self.num_ranks = simulations[0].region.num_ranks
         tokens = [p for p in range(len(first.axes)) if p not in first.heads]
         local = math.prod(first.axes[p].size for p in first.heads)
         self.heads_per_rank = local
-        self.num_heads = local * num_ranks
+        self.num_heads = local * self.num_ranks
         self.head_dim = math.prod(axis.size for axis in first.head_dim)
         head_stride = min(
             [first.rank_stride, *(first.axes[p].stride for p in first.heads)]
         )
-        entries = [(first.axes[p].stride, p) for p in tokens] + [(head_stride, -1)]
+        entries = [(first.axes[p].stride, p) for p in tokens]
+        entries.append((head_stride, _HEADS))
         self.order = [place for _, place in sorted(entries, reverse=True)]
         self.tokens = [place for place in self.order if place >= 0]
 
@@ -130,20 +133,27 @@ class _Skeleton:
         return None
 
     def lse_orders(self) -> Iterator[tuple[int, ...]]:
-        """Orders of self.order in partial_lse: as in partial_o first, then others
-        whose axes end where those of partial_lse end."""
-        natural = tuple(self.order)
-        yield natural
-        for order in itertools.permutations(self.order):
-            if order != natural and self._aligns(order):
-                yield order
+        """Orders of self.order in partial_lse, likely ones first: as in partial_o, then
+        those whose axes end where axes of partial_lse do, then where one of the two
+        partials was computed when it was split by rank and the other one wasn't; and of
+        all these first those that leave the order of the token axes."""
+        split = [(_RANKS, *p) for p in itertools.permutations((*self.tokens, _LOCAL))]
+        permuted = [*itertools.permutations(self.order)]
+        orders = [tuple(self.order)]
+        orders += filter(self._aligns, permuted)
+        if self.heads_per_rank > 1:
+            orders += filter(self._aligns, split)
+        orders += (o for o in permuted if self._aligns(o, inside_heads=True))
+        orders.sort(key=lambda order: [p for p in order if p >= 0] != self.tokens)
+        yield from dict.fromkeys(orders)
 
     def layout(self, lse_order: tuple[int, ...]) -> Layout:
-        heads_first = [*self.tokens, -1]
+        heads_last = [*self.tokens, _HEADS]
         o_split = [self._size(p) for p in self.order]
-        o_permute = [self.order.index(p) for p in heads_first]
-        lse_permute = [lse_order.index(p) for p in heads_first]
-        num_axes = len(heads_first)
+        o_permute = [self.order.index(p) for p in heads_last]
+        heads = [_HEADS] if _HEADS in lse_order else [_RANKS, _LOCAL]
+        lse_permute = [lse_order.index(p) for p in (*self.tokens, *heads)]
+        num_axes = len(heads_last)
         shapes = [sim.o_shape for sim in self.simulations]
         lse_shapes = [sim.lse_shape for sim in self.simulations]
         batch = self._batch()
@@ -226,7 +236,7 @@ class _Skeleton:
 
     def _size(self, place: int) -> Size:
         if place < 0:
-            return self.num_heads
+            return self._num_heads(place)
         if not self._is_symbolic(place):
             return self.maps[0].axes[place].size
         if sum(map(self._is_symbolic, self.tokens)) == 1:
@@ -235,16 +245,24 @@ class _Skeleton:
         assert found is not None, "check() refuses this"
         return found
 
+    def _num_heads(self, place: int) -> int:
+        counts = {_RANKS: self.num_ranks, _LOCAL: self.heads_per_rank}
+        return counts.get(place, self.num_heads)
+
     def _batch(self) -> Size:
         if any(map(self._is_symbolic, self.tokens)):
             return -1
         return math.prod(self.maps[0].axes[p].size for p in self.tokens)
 
-    def _aligns(self, order: tuple[int, ...]) -> bool:
+    def _aligns(self, order: tuple[int, ...], inside_heads: bool = False) -> bool:
+        """inside_heads: also where an axis of partial_lse is cut at the ranks."""
         for m, sim in zip(self.maps, self.simulations, strict=True):
-            sizes = [self.num_heads if p < 0 else m.axes[p].size for p in order]
-            ends = set(itertools.accumulate(sizes, int.__mul__))
-            if not ends <= set(itertools.accumulate(sim.lse_shape, int.__mul__)):
+            sizes = [self._num_heads(p) if p < 0 else m.axes[p].size for p in order]
+            ends = {*itertools.accumulate(sizes, int.__mul__)}
+            allowed = {*itertools.accumulate(sim.lse_shape, int.__mul__)}
+            if inside_heads:
+                allowed |= {end * self.num_ranks for end in (1, *allowed)}
+            if not ends <= allowed:
                 return False
         return True
 

@@ -3,8 +3,10 @@
 NOTE [probes]
 A row is one (token, head) of all ranks. Each gets a pattern of LSEs over the ranks,
 drawn for it alone; a run deals the patterns to rows in turn, and the runs shift the
-deal, so that a row meets many of them. Payloads come in two kinds, both in the first
-runs, by turns in later ones:
+deal, so that a row meets many of them, and a pattern many rows. Which rank has the
+largest LSE, which the next, is dealt too: of few ranks every order comes up, since a
+merge that takes two at a time may be wrong in one of them alone. Payloads come in two
+kinds, both in the first runs, by turns in later ones:
 - columns: rank r holds 1 in the columns d = r mod N and 0 elsewhere, so that each
   element of the result is one rank's weight by itself, to be judged relative to that
   weight, however small: a temperature, a clamp or an epsilon that a sum would hide
@@ -21,6 +23,7 @@ too, mixed and alone, since a condition may look at the whole batch.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,8 +41,12 @@ from dcp_inductor.compiler.region import Region
 _SEED = 20240229
 # A proof's mixed runs stop being added at this many payload elements of all ranks.
 _BUDGET_ELEMENTS = 2**21
-# Where user kernels run, which may be interpreted: until each pattern met so many rows.
+# Runs go on until each pattern met so many rows; fewer where user kernels run, maybe
+# interpreted.
+_ROWS_OF_EACH = 24
 _ROWS_OF_KERNELS = 6
+# Ranks whose orders are dealt; of more they are drawn.
+_MAX_DEALT_RANKS = 4
 _MAX_CONSTANTS = 12
 # Elements of a constant tensor that are looked at one by one.
 MAX_CONSTANT_NUMEL = 64
@@ -55,8 +62,32 @@ _PAYLOAD_SIZES = {
     torch.float8_e5m2: (1.0, 2.0**10),
 }
 
-Rng = torch.Generator
-Pattern = Callable[[int, int, Rng], Tensor]
+
+@dataclass(frozen=True)
+class Rows:
+    """What a pattern is drawn for: ``num_rows`` rows on ``num_ranks`` ranks.
+
+    order ``[N, rows]``: 0 .. N - 1 on the ranks of each row.
+    """
+
+    num_ranks: int
+    num_rows: int
+    rng: torch.Generator
+    order: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_ranks, self.num_rows
+
+    def uniform(self, *shape: int) -> Tensor:
+        """In ``[0, 1)``; one an LSE, unless of ``shape``."""
+        return torch.rand(shape or self.shape, generator=self.rng)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape or self.shape, generator=self.rng)
+
+
+Pattern = Callable[[Rows], Tensor]
 
 
 @dataclass(frozen=True)
@@ -74,49 +105,45 @@ class Probe:
     every_receiver: bool = False
 
 
-def _random(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
-    return torch.rand(num_ranks, num_rows, generator=rng) * 8 - 4
+def _random(rows: Rows) -> Tensor:
+    return rows.uniform() * 8 - 4
 
 
-def _equal(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
-    return _random(1, num_rows, rng).expand(num_ranks, -1)
+def _equal(rows: Rows) -> Tensor:
+    return (rows.uniform(1, rows.num_rows) * 8 - 4).expand(rows.shape)
 
 
-def _whole(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
-    return torch.randint(-3, 4, (num_ranks, num_rows), generator=rng).float()
-
-
-def _order(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
-    """``[N, rows]``: 0 .. N - 1 in random order, row by row."""
-    return torch.rand(num_ranks, num_rows, generator=rng).argsort(0).float()
+def _whole(rows: Rows) -> Tensor:
+    return rows.integers(-3, 4).float()
 
 
 def _gaps(gap: float) -> Pattern:
-    def pattern(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
-        offset = torch.rand(num_rows, generator=rng)
-        return offset - _order(num_ranks, num_rows, rng) * gap
-
-    return pattern
+    return lambda rows: rows.uniform(rows.num_rows) - rows.order * gap
 
 
 def _around(center: float) -> Pattern:
-    return lambda num_ranks, num_rows, rng: center + _random(num_ranks, num_rows, rng)
+    return lambda rows: center + _random(rows)
 
 
-def _any_size(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
+def _one_at(distance: float) -> Pattern:
+    """One rank ``distance`` from the others."""
+    return lambda rows: _random(rows) + torch.where(rows.order == 0, distance, 0.0)
+
+
+def _any_size(rows: Rows) -> Tensor:
     """Centers of 1 to 1e6, both signs, gaps of 1e-3 to 300: log-uniform."""
-    center = 10 ** (torch.rand(num_rows, generator=rng) * 6)
-    sign = torch.randint(0, 2, (num_rows,), generator=rng) * 2 - 1
-    gap = 10 ** (torch.rand(num_rows, generator=rng) * 5.5 - 3)
-    return sign * center - _order(num_ranks, num_rows, rng) * gap
+    center = 10 ** (rows.uniform(rows.num_rows) * 6)
+    sign = rows.integers(0, 2, rows.num_rows) * 2 - 1
+    gap = 10 ** (rows.uniform(rows.num_rows) * 5.5 - 3)
+    return sign * center - rows.order * gap
 
 
 def _with_empty(num_empty: Callable[[int], int]) -> Pattern:
     """Random LSEs with -inf on some ranks."""
 
-    def pattern(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
-        empty = _order(num_ranks, num_rows, rng) < num_empty(num_ranks)
-        return torch.where(empty, -torch.inf, _random(num_ranks, num_rows, rng))
+    def pattern(rows: Rows) -> Tensor:
+        empty = rows.order < num_empty(rows.num_ranks)
+        return torch.where(empty, -torch.inf, _random(rows))
 
     return pattern
 
@@ -125,13 +152,11 @@ def _near(values: Sequence[float]) -> Pattern:
     """Each row near one of ``values``, or its ranks near different ones: a few per cent
     off, exactly there, or within 4, on all ranks or on some."""
 
-    def pattern(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
-        shape = (num_ranks, num_rows)
-        choice = torch.randint(len(values), shape, generator=rng)
-        apart = torch.rand(num_rows, generator=rng) < 0.3
+    def pattern(rows: Rows) -> Tensor:
+        choice = rows.integers(0, len(values))
+        apart = rows.uniform(rows.num_rows) < 0.3
         center = torch.tensor(values)[torch.where(apart, choice, choice[0])]
-        noise = torch.randn(num_ranks, num_rows, generator=rng)
-        manner = torch.randint(4, (num_ranks, num_rows), generator=rng)
+        noise = torch.randn(rows.shape, generator=rows.rng)
         near = torch.stack(
             [
                 center * (1 + 0.05 * noise),
@@ -139,10 +164,10 @@ def _near(values: Sequence[float]) -> Pattern:
                 center + 0.01 * noise,
                 center + 2 * noise,
             ]
-        ).gather(0, manner.unsqueeze(0))[0]
-        some = torch.rand(num_ranks, num_rows, generator=rng) < 0.5
-        whole_row = torch.rand(num_rows, generator=rng) < 0.7
-        return torch.where(some | whole_row, near, _random(num_ranks, num_rows, rng))
+        ).gather(0, rows.integers(0, 4).unsqueeze(0))[0]
+        some = rows.uniform() < 0.5
+        whole_row = rows.uniform(rows.num_rows) < 0.7
+        return torch.where(some | whole_row, near, _random(rows))
 
     return pattern
 
@@ -151,8 +176,8 @@ def _above(value: float) -> Pattern:
     """All ranks of all rows a little above ``value``: what a condition on a whole
     batch would see."""
 
-    def pattern(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
-        step = torch.rand(num_ranks, num_rows, generator=rng) * 4 + 0.01
+    def pattern(rows: Rows) -> Tensor:
+        step = rows.uniform() * 4 + 0.01
         return value + step * max(1.0, abs(value) / 2**20)
 
     return pattern
@@ -160,27 +185,21 @@ def _above(value: float) -> Pattern:
 
 def _below(value: float) -> Pattern:
     above = _above(-value)
-    return lambda num_ranks, num_rows, rng: -above(num_ranks, num_rows, rng)
+    return lambda rows: -above(rows)
 
 
 def _opposed(value: float) -> Pattern:
     """Each rank beyond ``value`` on a side of its own."""
     beyond = _above(abs(value))
-
-    def pattern(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
-        sign = torch.randint(0, 2, (num_ranks, num_rows), generator=rng) * 2 - 1
-        return sign * beyond(num_ranks, num_rows, rng)
-
-    return pattern
+    return lambda rows: (rows.integers(0, 2) * 2 - 1) * beyond(rows)
 
 
 def _gaps_near(values: Sequence[float]) -> Pattern:
-    def pattern(num_ranks: int, num_rows: int, rng: Rng) -> Tensor:
-        choice = torch.randint(len(values), (num_rows,), generator=rng)
+    def pattern(rows: Rows) -> Tensor:
+        choice = rows.integers(0, len(values), rows.num_rows)
         gap = torch.tensor(values)[choice].abs()
-        gap = gap * (0.8 + 0.4 * torch.rand(num_rows, generator=rng))
-        order = _order(num_ranks, num_rows, rng)
-        return torch.rand(num_rows, generator=rng) - order * gap
+        gap = gap * (0.8 + 0.4 * rows.uniform(rows.num_rows))
+        return rows.uniform(rows.num_rows) - rows.order * gap
 
     return pattern
 
@@ -197,6 +216,9 @@ PATTERNS: dict[str, Pattern] = {
     "LSEs 8 apart": _gaps(8.0),
     "LSEs 20 apart": _gaps(20.0),
     "LSEs 60 apart": _gaps(60.0),
+    "LSEs 150 apart": _gaps(150.0),
+    "one LSE 150 above": _one_at(150.0),
+    "one LSE 150 below": _one_at(-150.0),
     **{f"LSEs near {level}": _around(level) for level in _LEVELS},
     "LSEs of any size": _any_size,
     "one empty shard": _with_empty(lambda num_ranks: 1),
@@ -245,18 +267,27 @@ class Prober:
     def _num_runs(self) -> int:
         elements = self.num_ranks * self.num_rows * self.head_dim
         most = _BUDGET_ELEMENTS // elements
+        num_patterns = len(self.patterns)
         if self.has_kernels:
-            rows = _ROWS_OF_KERNELS * len(self.patterns)
-            most = math.ceil(rows / self.num_rows)
-        return max(2, min(len(self.patterns), most))
+            most = min(num_patterns, self._runs_to_meet(_ROWS_OF_KERNELS))
+        enough = max(num_patterns, self._runs_to_meet(_ROWS_OF_EACH))
+        return max(2, min(enough, most))
+
+    def _runs_to_meet(self, rows_of_each: int) -> int:
+        return math.ceil(rows_of_each * len(self.patterns) / self.num_rows)
 
     def _probes(
         self, patterns: dict[str, Pattern], shift: int, every_receiver: bool = False
     ) -> Iterator[Probe]:
         rng = torch.Generator().manual_seed(_SEED + shift)
         kind = (torch.arange(self.num_rows) + shift) % len(patterns)
-        draws = [p(self.num_ranks, self.num_rows, rng) for p in patterns.values()]
-        lse = torch.stack(draws).gather(0, kind.expand(1, self.num_ranks, -1))[0]
+        # A row takes the next order with each pattern, and a pattern with each row.
+        met = torch.arange(self.num_rows) + shift // len(patterns) * self.num_rows
+        order = self._order(met + kind, rng)
+        rows = Rows(self.num_ranks, self.num_rows, rng, order)
+        lse = torch.empty(rows.shape)
+        for place in {*kind.tolist()}:
+            lse = torch.where(kind == place, [*patterns.values()][place](rows), lse)
         if shift < 2 or shift % 2:
             yield Probe(
                 self._columns(shift), lse, kind, tuple(patterns), every_receiver
@@ -265,6 +296,14 @@ class Prober:
             payload = self._random_payload(shift, rng, plain=every_receiver)
             yield Probe(payload, lse, kind, tuple(patterns), every_receiver)
 
+    def _order(self, number: Tensor, rng: torch.Generator) -> Tensor:
+        """``[N, rows]``: the orders of the ranks with these numbers; of many, any."""
+        n = self.num_ranks
+        if n > _MAX_DEALT_RANKS:
+            return torch.rand(n, self.num_rows, generator=rng).argsort(0).float()
+        orders = torch.tensor([*itertools.permutations(range(n))])
+        return orders[number % len(orders)].T.float()
+
     def _columns(self, shift: int) -> Tensor:
         """Rank r: 1 in the columns r mod N. Of few columns, other ranks' each run."""
         rank = torch.arange(self.num_ranks).reshape(-1, 1, 1)
@@ -272,7 +311,7 @@ class Prober:
         ones = (column % self.num_ranks == rank).float()
         return ones.expand(-1, self.num_rows, -1)
 
-    def _random_payload(self, shift: int, rng: Rng, plain: bool) -> Tensor:
+    def _random_payload(self, shift: int, rng: torch.Generator, plain: bool) -> Tensor:
         shape = (self.num_ranks, self.num_rows, self.head_dim)
         payload = torch.randn(shape, generator=rng)
         if plain:

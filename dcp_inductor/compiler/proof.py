@@ -6,8 +6,8 @@ against merge.py in fp64. Nothing is read off the graph's spelling.
 NOTE [error]
 The error of an element is relative to the merge of the absolute values, the size up to
 which its sum can round. Where the region's own result isn't finite (an unguarded -inf)
-it has no meaning to keep, and the element is skipped; on ordinary rows it must be
-finite. The probes are probes.py's.
+it has no meaning to keep, and the element is skipped, but noted (nanlooks.py); on
+ordinary rows it must be finite. The probes are probes.py's.
 
 NOTE [tolerance]
 A region whose arithmetic is all fp32 is judged at fp32, before its cast to the dtype of
@@ -77,13 +77,15 @@ class Proof:
     """The region is the merge: in this base, through these views.
 
     error: the largest relative error on ordinary LSEs, and the tolerance there; every
-    other probe held within its own.
+    other probe held within its own. finite: it is NaN or infinite on none of them but
+    where the op is; if not, NOTE [looks for NaN] of nanlooks.py.
     """
 
     lse_mode: LseMode
     layout: Layout
     error: float
     tolerance: float
+    finite: bool
     from_memo: bool = False
 
 
@@ -201,7 +203,8 @@ def _try(layout: Layout, simulations: Sequence[Simulation]) -> Proof | Miss:
     if hidden is not None:
         return hidden
     ordinary = first[fits[0]]
-    return Proof(fits[0], layout, ordinary.relative, ordinary.tolerance)
+    finite = all(judge.finite for judge in judges)
+    return Proof(fits[0], layout, ordinary.relative, ordinary.tolerance, finite)
 
 
 def _no_base(first: dict[LseMode, Error], fits: list[LseMode]) -> Miss:
@@ -232,7 +235,10 @@ class Error:
 
 
 class Judge:
-    """One layout of one simulation, held against merge.py."""
+    """One layout of one simulation, held against merge.py.
+
+    finite: so far the region was finite, or what merge.py is, on every probe.
+    """
 
     def __init__(
         self, simulation: Simulation, layout: Layout, tolerance: float
@@ -246,6 +252,7 @@ class Judge:
         num_rows = math.prod(simulation.lse_shape)
         head_dim = math.prod(simulation.o_shape) // num_rows
         self.prober = Prober(simulation.region, num_rows, head_dim)
+        self.finite = True
 
     def ordinary(self) -> dict[LseMode, Error]:
         """The error of ordinary rows in each base; one run serves both."""
@@ -306,8 +313,8 @@ class Judge:
         wide = self.tolerance == _TOLERANCE[torch.float32]
         got = outcome.merged_wide if wide else outcome.merged
         got = outcome.merged if got is None else got
-        wanted, _ = merge(rows.partial_o, rows.lse, lse_mode=lse_mode)
-        scale, _ = merge(rows.partial_o.abs(), rows.lse, lse_mode=lse_mode)
+        both = torch.cat([rows.partial_o, rows.partial_o.abs()], -1)
+        wanted, scale = merge(both, rows.lse, lse_mode=lse_mode)[0].chunk(2, -1)
         wanted, scale, tolerance, pattern = (
             apply(self.layout.out, x.expand(wanted.shape), rows.one_partial_o)
             for x in (
@@ -317,7 +324,11 @@ class Judge:
                 rows.pattern.unsqueeze(-1),
             )
         )
+        self._note_finite(got, wanted)
         return _worst((got - wanted).abs() / scale, got, tolerance, pattern, names)
+
+    def _note_finite(self, got: Tensor, wanted: Tensor) -> None:
+        self.finite &= bool((got.isfinite() | (got == wanted)).all())
 
     def _smallest(self, rows: _Rows) -> Tensor:
         """What is smaller has an error relative to this: fp32 flushes a weight that is
@@ -336,6 +347,7 @@ class Judge:
             apply(self.layout.lse_out, x, rows.one_partial_o)
             for x in (wanted, tolerance, rows.pattern)
         )
+        self._note_finite(got, wanted)
         worst = _worst((got - wanted).abs(), got, tolerance, pattern, names)
         return replace(worst, where=f"the merged LSE at {worst.where}")
 

@@ -57,6 +57,7 @@ class Simulation:
         self.region = region
         self.sizes = sizes
         self.coverage = Coverage(region)
+        self._calls: dict[Node, tuple[Any, Any]] = {}
         # Of the last run, by rank: what it sent, all exchanges.
         self.sent: list[list[Tensor]] = []
         self.o_shape = sizes.sizes(region.partial_o.meta["val"].shape)
@@ -141,14 +142,14 @@ class Simulation:
             return self._concrete(node.meta["val"])
         if node.op == "get_attr":
             return _constant_value(node)
-        args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
+        args, kwargs = map_arg(self._call(node), values.__getitem__)
         site = self.region.rank_site
         own = {site.parameter: rank} if site and site.node is node else {}
         if is_kernel(node):
-            return _launched(node, self._concrete(kwargs), own)
+            return _launched(node, kwargs, own)
         args = with_arguments(node, args, own) if own else args
         try:
-            result = node.target(*self._concrete(args), **self._concrete(kwargs))  # type: ignore
+            result = _ran(node.target, args, kwargs)
         except Exception as error:
             raise CantSimulate(
                 f"{node.name} ({node.target}) {_cant_run(error)}"
@@ -156,6 +157,12 @@ class Simulation:
         if node.op == "call_function" and _leaves_garbage(node):
             _poison(result)
         return result
+
+    def _call(self, node: Node) -> tuple[Any, Any]:
+        """The arguments of a node, concrete but for the nodes among them."""
+        if node not in self._calls:
+            self._calls[node] = self._concrete(node.args), self._concrete(node.kwargs)
+        return self._calls[node]
 
     def _concrete(self, value: Any) -> Any:
         """Symbols become integers, devices the CPU, in nested arguments."""
@@ -168,6 +175,13 @@ class Simulation:
         if isinstance(value, dict):
             return {key: self._concrete(item) for key, item in value.items()}
         return value
+
+
+def _ran(target: Any, args: Any, kwargs: Any) -> Any:
+    if target is torch.ops.prims.convert_element_type.default:
+        # The same, less a reference implementation in Python.
+        return args[0].to(args[1])
+    return target(*args, **kwargs)
 
 
 def _cant_run(error: Exception) -> str:

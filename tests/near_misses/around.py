@@ -63,6 +63,21 @@ REST = [
         num_ranks=4,
     ),
     NearMiss(
+        "LSE of the token before sent",
+        "",
+        Twist(sent=lambda o, lse: (o, lse.roll(1, 1))),
+    ),
+    NearMiss(
+        "LSE of the last head first sent",
+        "",
+        Twist(sent=lambda o, lse: (o, lse.flip(2))),
+    ),
+    NearMiss(
+        "LSE sent to the next rank",
+        "",
+        Twist(sent=lambda o, lse: (o, lse.roll(1, 0))),
+    ),
+    NearMiss(
         "receivers reversed",
         "",
         Twist(sent=lambda o, lse: (o.flip(0), lse.flip(0))),

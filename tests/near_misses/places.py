@@ -32,17 +32,17 @@ PLACES = [
     NearMiss(
         "tokens of LSE rolled",
         NOT_A_MERGE,
-        Twist(sent=lambda o, lse: (o, lse.roll(1, 1))),
+        Twist(received=lambda o, lse: (o, lse.roll(1, 1))),
     ),
     NearMiss(
         "heads of LSE reversed",
         NOT_A_MERGE,
-        Twist(sent=lambda o, lse: (o, lse.flip(2))),
+        Twist(received=lambda o, lse: (o, lse.flip(2))),
     ),
     NearMiss(
         "LSE of one rank rolled by 7 tokens",
         NOT_A_MERGE,
-        Twist(sent=lambda o, lse: (o, lse.roll(7, 1))),
+        Twist(received=lambda o, lse: (o, lse.roll(7, 1))),
         num_tokens=14,
         num_heads=16,
     ),
@@ -76,11 +76,6 @@ PLACES = [
         NOT_A_MERGE,
         Twist(received=lambda o, lse: (o, _swapped_chunks(lse, 1, 2))),
         num_ranks=4,
-    ),
-    NearMiss(
-        "LSE sent to the next rank",
-        NOT_A_MERGE,
-        Twist(sent=lambda o, lse: (o, lse.roll(1, 0))),
     ),
     NearMiss(
         "LSE of two receivers swapped, 4 ranks",
