@@ -150,6 +150,7 @@ def _run(
     if cp_size == 1 or partial_o.shape[0] == 0:
         rollcall.count(group)
         return _without_peers(partial_o, partial_lse, cp_size, lse_mode)
+    caller, owner = find_caller()
     return workspace.run(
         ExchangeCall(
             partial_o,
@@ -160,10 +161,11 @@ def _run(
             with_lse,
             lane,
             site,
-            find_caller(),
+            caller,
         ),
         known,
         kind,
+        owner,
     )
 
 

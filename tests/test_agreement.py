@@ -336,7 +336,7 @@ def test_threads_that_need_the_same_first_reservation_make_one(alone, monkeypatc
     known = workspace.known_of("0", alone)
     o, lse = torch.ones(2, 4, 8), torch.zeros(2, 4)
     call = workspace.ExchangeCall(o, lse, alone, "0", "base2", False)
-    args = (call, known, (4, 8, o.dtype, o.device))
+    args = (call, known, (4, 8, o.dtype, o.device), None)
     threads = [threading.Thread(target=workspace.run, args=args) for _ in range(2)]
     for thread in threads:
         thread.start()

@@ -388,11 +388,12 @@ def test_a_group_of_collectives_alone_goes_without(monkeypatch, error, outcome):
 
 _DECODE, _DRAFT = Caller("m.py", 3, "decode"), Caller("m.py", 9, "draft")
 _KINDS = [
-    (1, _DECODE, torch.Size((3, 4, 8)), "base2"),
-    (2, _DECODE, torch.Size((3, 4, 8)), "base2"),
-    (1, _DRAFT, torch.Size((3, 4, 8)), "base2"),
-    (1, _DECODE, torch.Size((4, 4, 8)), "base2"),
-    (1, _DECODE, torch.Size((3, 4, 8)), "basee"),
+    (1, _DECODE, 1, torch.Size((3, 4, 8)), "base2"),
+    (2, _DECODE, 1, torch.Size((3, 4, 8)), "base2"),
+    (1, _DRAFT, 1, torch.Size((3, 4, 8)), "base2"),
+    (1, _DECODE, 2, torch.Size((3, 4, 8)), "base2"),
+    (1, _DECODE, 1, torch.Size((4, 4, 8)), "base2"),
+    (1, _DECODE, 1, torch.Size((3, 4, 8)), "basee"),
 ]
 
 
@@ -408,8 +409,8 @@ def test_on_a_device_another_calls_message_makes_nan(dtype, other):
         (received[1:], other),
     ):
         tag = message[:, : collective._TAG_BYTES].view(torch.int64)
-        site, caller, shape, mode = kind
-        tag.fill_(tag_of(site, caller, *shape, mode))
+        site, caller, instance, shape, mode = kind
+        tag.fill_(tag_of(site, caller, instance, *shape, mode))
     merged = torch.ones(3, 2, 8).to(dtype), torch.ones(3, 2)
     for result in collective._nan_if_mixed(sent, received, merged):
         value = result.float()

@@ -318,7 +318,6 @@ def test_a_prepared_launch_serves_only_its_own_calls() -> None:
     """The key of launches tells apart whatever a launch keeps."""
     from dcp_inductor.runtime.backends.symm_mem import launch_key
     from dcp_inductor.runtime.call import ExchangeCall
-    from dcp_inductor.runtime.caller import Caller
 
     wide = torch.zeros(4, 2, 48, dtype=torch.bfloat16)
     lse = torch.zeros(4, 2)
@@ -336,8 +335,6 @@ def test_a_prepared_launch_serves_only_its_own_calls() -> None:
 
     others = [
         key(slot=1),
-        key(site=1),
-        key(caller=Caller("m.py", 3, "decode")),
         key(lse_mode="basee"),
         key(with_lse=True),
         key(partial_o=wide[:3, :, :16], partial_lse=lse[:3]),

@@ -168,7 +168,6 @@ class Twin:
                 geometry=self.job.geometry,
                 rank=rank,
                 lse_mode=call.lse_mode,
-                tag=call.tags[rank % len(call.tags)],
                 spin_limit_ns=self.job.spin_limit,
                 max_programs=call.max_programs,
             )
@@ -176,6 +175,7 @@ class Twin:
                 *partials,
                 self.outs[index][rank][:tokens],
                 self.lses[index][rank][:tokens] if call.return_lse else None,
+                call.tags[rank % len(call.tags)],
             )
 
     def result(self, late: list[int], wall_s: float) -> Result:

@@ -49,9 +49,9 @@ class Geometry:
 class ExchangeCall:
     """partial_o ``[B, H, D]``, partial_lse ``[B, H]`` fp32, any strides, one device.
 
-    site and caller: which call of the program this is, its place in a compiled graph (0
-    outside of one) and the function that makes it; calls of several ranks that meet
-    must have the same.
+    site, caller and instance: which call of the program this is, its place in a
+    compiled graph (0 outside of one), the function that makes it, and the number of the
+    object that it is a method of; calls of several ranks that meet must have the same.
     """
 
     partial_o: Tensor
@@ -63,6 +63,7 @@ class ExchangeCall:
     lane: int = 0
     site: int = 0
     caller: Caller = NO_CALLER
+    instance: int = 0
 
     @property
     def cp_size(self) -> int:
@@ -86,12 +87,12 @@ class ExchangeCall:
 
 
 @functools.lru_cache(maxsize=4096)
-def tag_of(site: int, caller: Caller, *kind: object) -> int:
+def tag_of(site: int, caller: Caller, instance: int, *kind: object) -> int:
     """What calls of several ranks that meet have in common; a hash, 32 bits.
 
     kind: what else must be equal, of values that are written the same on all ranks.
     """
-    return zlib.crc32(repr((site, str(caller), *kind)).encode())
+    return zlib.crc32(repr((site, str(caller), instance, *kind)).encode())
 
 
 def check_partials(partial_o: Tensor, partial_lse: Tensor, cp_size: int) -> None:

@@ -11,7 +11,8 @@ has moved by then, and a rank that doesn't come is known by its number. What tel
 apart:
 - shape, dtype and base;
 - the place in a compiled graph;
-- the function that calls, or that was compiled (caller.py);
+- the function that calls, or that was compiled, and the object that it is a method of,
+  by number (caller.py);
 - the number on this group, which also counts empty batches: they send nothing, and a
   rank that alone has one would be a call ahead.
 """
@@ -37,7 +38,7 @@ from dcp_inductor.runtime.call import ExchangeCall
 
 # Told apart from a program's own messages between two ranks.
 _MESSAGE_TAG = 0xDC9
-_WORDS = ("number", "tokens", "heads", "head dim", "dtype", "base", "site")
+_WORDS = ("number", "tokens", "heads", "head dim", "dtype", "base", "site", "object")
 _CALLER_BYTES = 64
 
 _NUMBERS: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -97,10 +98,11 @@ class _Stated:
         said = self.words
         dtype = str(PARTIAL_DTYPES[said["dtype"]]).removeprefix("torch.")
         place = f"place {said['site']:08x} of a graph" if said["site"] else "eager"
+        of = f" of object {said['object']}" if said["object"] else ""
         return (
             f"call {said['number']}, {said['tokens']} tokens, {said['heads']} heads of "
             f"{said['head dim']}, {dtype}, {LSE_MODES[said['base']]}, {place}, made by "
-            f"{self.caller or 'no Python function'}"
+            f"{self.caller or 'no Python function'}{of}"
         )
 
 
@@ -108,7 +110,7 @@ def _message(call: ExchangeCall, number: int) -> Tensor:
     """int64: _WORDS, then the caller's name in bytes."""
     o = call.partial_o
     base, dtype = LSE_MODES.index(call.lse_mode), PARTIAL_DTYPES.index(o.dtype)
-    words = torch.tensor([number, *o.shape, dtype, base, call.site])
+    words = torch.tensor([number, *o.shape, dtype, base, call.site, call.instance])
     caller = str(call.caller).encode()[:_CALLER_BYTES].ljust(_CALLER_BYTES, b"\0")
     named = torch.tensor([*caller], dtype=torch.uint8).view(words.dtype)
     return torch.cat([words, named])

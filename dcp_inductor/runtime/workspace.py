@@ -31,6 +31,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +51,7 @@ from dcp_inductor.merge import PARTIAL_DTYPES
 from dcp_inductor.runtime.agreement import one_at_a_time
 from dcp_inductor.runtime.backends import Backend, Buffers
 from dcp_inductor.runtime.call import ExchangeCall, Geometry
+from dcp_inductor.runtime.caller import Instances
 from dcp_inductor.runtime.groups import group_name_of, resolve_group
 from dcp_inductor.runtime.rollcall import call_roll
 from dcp_inductor.runtime.selection import choose
@@ -186,10 +188,13 @@ class OfGroup:
     """One group's reservations: newest last, by kind; retired ones stay in the list.
 
     accepted: kinds of calls that passed every check, by signature; a decoder repeats a
-    few.
+    few. instances: of each lane, whose methods have called.
     """
 
     accepted: dict[tuple[Any, ...], Kind] = field(default_factory=dict)
+    instances: defaultdict[int, Instances] = field(
+        default_factory=lambda: defaultdict(Instances)
+    )
     of_kind: dict[Kind, list[Reservation]] = field(default_factory=dict)
 
     def newest(self, kind: Kind) -> Reservation | None:
@@ -205,12 +210,20 @@ def known_of(name: str, group: ProcessGroup) -> OfGroup:
     return _GROUPS.find(name, group)
 
 
-def run(call: ExchangeCall, known: OfGroup, kind: Kind) -> Merged:
-    """Run a checked call on the reservation of its group, made now if there is none."""
+def run(call: ExchangeCall, known: OfGroup, kind: Kind, owner: object | None) -> Merged:
+    """Run a checked call on the reservation of its group, made now if there is none.
+
+    owner: what the caller is a method of.
+    """
     reservation = known.newest(kind)
     if reservation is None or call.lane >= reservation.geometry.lanes:
         reservation = _reserve_in_turn(call, known, kind)
-    return reservation.run(call)
+    instances = known.instances[call.lane]
+    call.instance, new = instances.number(call.caller, owner)
+    merged = reservation.run(call)
+    if new:
+        instances.keep(call.caller, owner, call.instance)
+    return merged
 
 
 def _reserve_in_turn(call: ExchangeCall, known: OfGroup, kind: Kind) -> Reservation:

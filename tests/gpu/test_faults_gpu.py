@@ -21,6 +21,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 TIMEOUT_S = 3.0
 
 
+class Layer:
+    """Its instances share a function, and a compiled graph."""
+
+    def attend(self, o, lse):
+        return dcp_inductor.a2a_lse_reduce(o, lse, lse_mode="base2")
+
+
 def run(fault: str) -> dict[int, tuple[str, float]]:
     """rank: (what it met, seconds after the fault) for ranks that lived."""
     if torch.cuda.device_count() < 2:
@@ -67,6 +74,10 @@ def _worker(fault, rank, folder, results):
         return dcp_inductor.a2a_lse_reduce(o[:batch], lse[:batch], lse_mode="base2")
 
     compiled = {function: torch.compile(function) for function in (call, draft)}
+    layers = [Layer(), Layer()]
+    compiled_layers = [torch.compile(layer.attend) for layer in layers]
+    for attend in (*(layer.attend for layer in layers), *compiled_layers):
+        attend(o, lse)
     for _ in range(5):
         call()
     for step in compiled.values():
@@ -83,6 +94,10 @@ def _worker(fault, rank, folder, results):
             draft()
         elif fault == "compiled function":
             compiled[draft if rank == 1 else call]()
+        elif fault == "layer":
+            layers[rank].attend(o, lse)
+        elif fault == "compiled layer":
+            compiled_layers[rank](o, lse)
         elif rank == 1 and fault == "eager beside compiled":
             compiled[call]()
         elif not (rank == 1 and fault == "skips"):
@@ -108,7 +123,15 @@ def test_a_peer_that_never_comes(fault):
 
 
 @pytest.mark.parametrize(
-    "fault", ["narrow", "function", "compiled function", "eager beside compiled"]
+    "fault",
+    [
+        "narrow",
+        "function",
+        "compiled function",
+        "eager beside compiled",
+        "layer",
+        "compiled layer",
+    ],
 )
 def test_a_peer_at_another_call(fault):
     """Of one geometry but for the first; the compiled functions share one artifact."""

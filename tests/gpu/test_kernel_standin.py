@@ -117,11 +117,10 @@ class Card:
             geometry=self.geometry,
             rank=rank,
             lse_mode=lse_mode,
-            tag=tag,
             spin_limit_ns=spin_limit_ns,
             max_programs=max_programs or self.max_programs,
         )
-        launch(*partials, out[rank], out_lse[rank])
+        launch(*partials, out[rank], out_lse[rank], tag)
 
     def on_every_rank(self, act: Callable[[int], None], seed: int = 0) -> None:
         """``act(rank)`` on each rank's stream, in an order of its own every time."""

@@ -91,7 +91,8 @@ def _packed(call: ExchangeCall) -> Tensor:
     o_part, lse_part = _parts(sent, shape, call.partial_o.dtype)
     o_part.copy_(call.partial_o.unflatten(1, heads).transpose(0, 1))
     lse_part.copy_(call.partial_lse.unflatten(1, heads).transpose(0, 1))
-    tag = tag_of(call.site, call.caller, *call.partial_o.shape, call.lse_mode)
+    kind = *call.partial_o.shape, call.lse_mode
+    tag = tag_of(call.site, call.caller, call.instance, *kind)
     sent[:, :_TAG_BYTES].view(torch.int64).fill_(tag)
     return sent
 

@@ -229,15 +229,16 @@ class SymmMemBuffers:
         launch = self.launches.get(key)
         if launch is None:
             launch = self.launches[key] = self._prepared(call, slot)
+        kind = *o.shape, call.with_lse, call.lse_mode
+        tag = tag_of(call.site, call.caller, call.instance, *kind)
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        launch(o, partial_lse, out, lse, stream=stream)
+        launch(o, partial_lse, out, lse, tag, stream=stream)
         return out, self.no_lse if lse is None else lse
 
     def _prepared(self, call: ExchangeCall, slot: int) -> Any:
         if len(self.launches) >= _MOST_PREPARED:
             self.launches.clear()
         peers, epochs, status = self.slots[slot]
-        kind = *call.partial_o.shape, call.with_lse, call.lse_mode
         return self.prepare(
             call.partial_o,
             call.partial_lse,
@@ -247,7 +248,6 @@ class SymmMemBuffers:
             geometry=self.slot_geometry,
             rank=self.rank,
             lse_mode=call.lse_mode,
-            tag=tag_of(call.site, call.caller, *kind),
             spin_limit_ns=self.spin_limit_ns,
             max_programs=self.max_programs,
         )
@@ -283,8 +283,6 @@ def launch_key(call: ExchangeCall, slot: int) -> tuple[Any, ...]:
     """All that a prepared launch depends on. An fp32 address is a multiple of 4."""
     return (
         slot,
-        call.site,
-        call.caller,
         call.lse_mode,
         call.with_lse,
         call.partial_o.shape,

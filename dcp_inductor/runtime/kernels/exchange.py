@@ -60,7 +60,6 @@ class Launch:
     status: int32 ``[4]`` on the device or pinned, zero at first, for read_failure().
     All these belong to one slot, as does ``rank``; one ordered stream uses a slot. Only
     their addresses are kept: the caller keeps them alive.
-    tag: what all ranks' matching calls have in common; its low 31 bits are compared.
     spin_limit_ns: how long a program polls before it gives up; polls under Triton's
     interpreter. max_programs: NOTE [one row ahead]; see resident_programs().
 
@@ -81,7 +80,6 @@ class Launch:
         geometry: SlotGeometry,
         rank: int,
         lse_mode: LseMode,
-        tag: int,
         spin_limit_ns: int,
         max_programs: int,
     ) -> None:
@@ -101,7 +99,7 @@ class Launch:
         kernel, constants = _loaded(shape, partial_o.get_device())
         columns = min(heads, max_programs)
         self.run = kernel[(columns, min(tokens, max_programs // columns), 1)]
-        self.rest = (
+        self.first = (
             o_token * partial_o.itemsize,
             o_head * partial_o.itemsize,
             lse_token * partial_lse.itemsize,
@@ -114,11 +112,8 @@ class Launch:
             geometry.rows,
             geometry.lse_offset,
             rank,
-            tag & TAG_MASK,
-            spin_limit_ns,
-            _TO_LOG2[lse_mode],
-            *constants,
         )
+        self.last = (spin_limit_ns, _TO_LOG2[lse_mode], *constants)
 
     def __call__(
         self,
@@ -126,12 +121,14 @@ class Launch:
         partial_lse: Tensor,
         out: Tensor,
         out_lse: Tensor | None,
+        tag: int,
         **stream: int,
     ) -> None:
         """Launch on the current device, on its current stream or the raw ``stream``.
 
         out: ``[B, H/N, D]`` contiguous, 16-byte aligned. out_lse: ``[B, H/N]`` fp32
-        contiguous, or None.
+        contiguous, or None. tag: what all ranks' matching calls have in common; its low
+        31 bits are compared.
         """
         if self.copies_o:
             partial_o = _dense(partial_o)
@@ -142,7 +139,9 @@ class Launch:
             partial_lse.data_ptr(),
             out.data_ptr(),
             0 if out_lse is None else out_lse.data_ptr(),
-            *self.rest,
+            *self.first,
+            tag & TAG_MASK,
+            *self.last,
             **stream,
         )
 
