@@ -14,6 +14,7 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from harness import Captured, captured, fake_world, normalised
 from torch import Tensor
+from versions import since_2_13
 
 from dcp_inductor import Config, DcpFusionPass
 from dcp_inductor.compiler import gather_scatter
@@ -193,6 +194,7 @@ def test_sizes_that_only_the_run_knows_do_no_harm(groups):
     assert (found.num_ops, found.reasons) == (0, [])
 
 
+@since_2_13("Dynamo doesn't trace all_gather_tensor's last step")
 def test_other_fp32_gathers_upstream(groups):
     """The partial output itself may be made from gathered data."""
     merge, group = PLAIN.function(groups), groups["4"]

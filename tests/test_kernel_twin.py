@@ -20,6 +20,7 @@ import pytest
 import torch
 from tolerances import rounding_steps
 from torch import Tensor
+from versions import interprets
 
 from dcp_inductor.errors import BackendUnavailable
 from dcp_inductor.merge import LSE_MODES, LseMode, a2a_lse_reduce_reference
@@ -40,6 +41,7 @@ from dcp_inductor.runtime.kernels import (
 pytest.importorskip("triton")
 from twin_worker import Call, Job, Result, receive, send
 
+pytestmark = interprets
 INF, NAN = float("inf"), float("nan")
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # The interpreter truncates to bfloat16 where a GPU rounds; float8 merges are exact.

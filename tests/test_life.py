@@ -18,6 +18,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
+from versions import since_2_13
 
 import dcp_inductor.op as dcp_op
 from dcp_inductor import DcpFusionPass
@@ -233,6 +234,7 @@ def test_an_exchange_runs_once_a_call_on_every_rank(ranks, name):
         assert seen[name] == [4] * COUNTS[name][1]
 
 
+@since_2_13("it moves calls of the op past other collectives, the same on every rank")
 @pytest.mark.parametrize(
     ("options", "shape"), [case for case in CASES if case[0] != "scheduler"], ids=str
 )
@@ -248,10 +250,10 @@ def test_order_is_the_programs(ranks, options, shape):
         ]
 
 
-def test_torchs_overlap_scheduler_moves_no_exchange(ranks):
-    """It starts torch's own collectives earlier, the same on every rank."""
-    shape = SHAPES[0]
-    first, second = (seen["mixed", "scheduler", shape] for seen in ranks)
+@pytest.mark.parametrize(("options", "shape"), CASES, ids=str)
+def test_no_option_and_no_version_moves_an_exchange_past_another(ranks, options, shape):
+    """torch's own collectives may start earlier, the same on every rank."""
+    first, second = (seen["mixed", options, shape] for seen in ranks)
     assert first == second
     assert [each for each in first if isinstance(each, int)] == [*shape, shape[1]]
     assert len(first) == 5

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from versions import interprets
 
 triton = pytest.importorskip("triton", reason="user kernels are Triton's")
 import triton.language as tl  # noqa: E402
@@ -103,6 +104,7 @@ def test_runs_a_kernel_with_nested_functions_and_globals(dtype):
     assert got.stride() == out.stride()
 
 
+@interprets
 def test_runs_one_by_one_where_programs_take_different_ways():
     x = torch.randn(5, 8)
     out = torch.empty(5, 8)
@@ -118,6 +120,7 @@ def test_blocks_of_two_dimensions():
     torch.testing.assert_close(got, x.mT + x.sum(2, keepdim=True))
 
 
+@interprets
 def test_what_isnt_written_stays():
     out = torch.full((4, 8), 7.0)
     got = opaque.run(
@@ -170,6 +173,7 @@ def goes_astray(x_ptr):
     tl.store(x_ptr + (1 << 50), 1.0)
 
 
+@interprets
 @pytest.mark.parametrize(
     ("kernel", "most"), [(endless, 2000), (branches, 3900)], ids=["loop", "programs"]
 )
@@ -188,6 +192,7 @@ def test_work_is_bounded_by_steps_and_not_by_time(monkeypatch, kernel, most):
     assert_ran(opaque.run(launch()))
 
 
+@interprets
 @pytest.mark.parametrize("limits_s", [(0.0, 60.0), (0.0, 0.0)])
 def test_a_launch_that_takes_too_long_gets_more_time_once(monkeypatch, limits_s):
     monkeypatch.setattr(interpreter, "_LIMITS_S", limits_s)
@@ -199,6 +204,7 @@ def test_a_launch_that_takes_too_long_gets_more_time_once(monkeypatch, limits_s)
     assert_ran(opaque.run(launch()))
 
 
+@interprets
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_interpreter_that_somebody_ends_is_started_again(monkeypatch, times):
     ended = []
@@ -218,6 +224,18 @@ def test_an_interpreter_that_somebody_ends_is_started_again(monkeypatch, times):
     assert passing
     assert reason == "was in Triton's interpreter when that ended by signal 9"
     assert len({*ended}) == 2
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "told"),
+    [("3.6.0", "2.4.1", True), ("3.6.0", "2.3.5", False), ("3.8.0", "2.5.0", False)],
+)
+def test_versions_that_dont_go_together_are_named(monkeypatch, triton, numpy, told):
+    versions = {"triton": triton, "numpy": numpy}
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
+    advice = interpreter._advice()
+    assert ("Triton 3.6.0's interpreter fails with NumPy 2.4.1" in advice) == told
+    assert bool(advice) == told
 
 
 def test_an_interpreter_that_reads_no_more_is_given_up(monkeypatch):
@@ -276,6 +294,7 @@ def test_the_child_tells_short_memory_from_a_kernels_fault(monkeypatch, error, k
     assert interpreter_child.answer_to(1000)[0] == kind
 
 
+@interprets
 def test_short_memory_is_tried_again_in_a_fresh_process(monkeypatch):
     asked = []
     exchange = interpreter.Child._exchange
@@ -308,6 +327,7 @@ def on_gpu(error: Exception | None) -> Callable[[Any], Any]:
     return run
 
 
+@interprets
 @pytest.mark.parametrize(
     "error",
     [
@@ -337,6 +357,7 @@ def test_what_triton_refuses_is_the_kernels_and_what_else_fails_is_raised(gpu):
         opaque.run(launch())
 
 
+@interprets
 def test_during_a_capture_a_kernel_is_interpreted(gpu):
     gpu.setattr(opaque, "_run_on_gpu", on_gpu(None))
     assert opaque.run(launch()) == "from the GPU"

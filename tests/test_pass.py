@@ -185,6 +185,12 @@ def test_a_proof_doesnt_depend_on_the_default_dtype(fake_group):
     assert errors[0] == errors[1] < 1e-6
 
 
+def test_versions_are_of_all_that_a_verdict_rests_on():
+    """Triton's interpreter is numpy's too; another numpy, and it may run a kernel."""
+    found = dict(fusion_pass_module._versions())
+    assert {"torch", "triton", "numpy"} < {*found}
+
+
 @pytest.mark.parametrize("what", ["source_hash", "_versions"])
 def test_uuid_covers_sources_and_versions(monkeypatch, what):
     before = DcpFusionPass(Config()).uuid()

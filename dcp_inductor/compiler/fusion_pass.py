@@ -269,7 +269,7 @@ def _text(graph: Graph) -> str:
 @functools.cache
 def _versions() -> tuple[tuple[str, str], ...]:
     found = [("torch", str(torch.__version__)), ("git", str(torch.version.git_version))]
-    for package in ("triton", "flashinfer-python", "sglang"):
+    for package in ("triton", "numpy", "flashinfer-python", "sglang"):
         try:
             found.append((package, importlib.metadata.version(package)))
         except importlib.metadata.PackageNotFoundError:

@@ -13,6 +13,7 @@ interpreter_meter.py), long before the clock.
 from __future__ import annotations
 
 import atexit
+import importlib.metadata
 import os
 import pickle
 import select
@@ -25,6 +26,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from torch.torch_version import TorchVersion
 
 from dcp_inductor.compiler import kernel_source
 from dcp_inductor.compiler.interpreter_meter import MOST_STEPS
@@ -46,6 +49,17 @@ class CantRun(Exception):
 
 class CantRunNow(CantRun, Transient):
     """The kernel may run another time, or on another rank."""
+
+
+def _advice() -> str:
+    """What to do where this installation's interpreter is known to fail."""
+    triton, numpy = map(importlib.metadata.version, ("triton", "numpy"))
+    if TorchVersion(triton) >= "3.7" or TorchVersion(numpy) < "2.4":
+        return ""
+    return (
+        f". Triton {triton}'s interpreter fails with NumPy {numpy}; it works with "
+        "'numpy<2.4', or with Triton 3.8"
+    )
 
 
 class Child:
@@ -111,7 +125,7 @@ class Child:
         if kind == "short":
             raise CantRunNow(f"found too little memory to be interpreted: {answer}")
         if kind == "failed":
-            raise CantRun(f"can't be interpreted: {answer}")
+            raise CantRun(f"can't be interpreted: {answer}{_advice()}")
         return answer
 
     def _ended(self, error: Exception) -> CantRun:
