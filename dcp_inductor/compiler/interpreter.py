@@ -13,7 +13,6 @@ interpreter_meter.py), long before the clock.
 from __future__ import annotations
 
 import atexit
-import importlib.metadata
 import os
 import pickle
 import select
@@ -27,6 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch.torch_version import TorchVersion
 
 from dcp_inductor.compiler import kernel_source
@@ -53,12 +53,16 @@ class CantRunNow(CantRun, Transient):
 
 def _advice() -> str:
     """What to do where this installation's interpreter is known to fail."""
-    triton, numpy = map(importlib.metadata.version, ("triton", "numpy"))
-    if TorchVersion(triton) >= "3.7" or TorchVersion(numpy) < "2.4":
+    import triton
+
+    if (
+        TorchVersion(triton.__version__) >= "3.7"
+        or TorchVersion(np.__version__) < "2.4"
+    ):
         return ""
     return (
-        f". Triton {triton}'s interpreter fails with NumPy {numpy}; it works with "
-        "'numpy<2.4', or with Triton 3.8"
+        f". Triton {triton.__version__}'s interpreter fails with NumPy {np.__version__}; "
+        "it works with 'numpy<2.4', or with Triton 3.8"
     )
 
 
