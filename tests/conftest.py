@@ -31,7 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
     many tests start processes with a folder of their own.
     """
     is_worker = hasattr(config, "workerinput") or "LOCAL_RANK" in os.environ
-    if not is_worker and _knows_what_the_cpu_has():
+    # Asking looks for a GPU, and tests on one set what is read before the first look.
+    on_gpu = config.option.markexpr == "gpu"
+    if not (is_worker or on_gpu) and _knows_what_the_cpu_has():
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 

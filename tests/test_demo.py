@@ -216,7 +216,7 @@ def test_no_rank_outlives_the_demo(sent: int, status: int, tmp_path: Path) -> No
     )
     ranks = _wait_until(lambda: _leaders_below(demo.pid), lambda pids: len(pids) == 2)
     demo.send_signal(sent)
-    assert demo.wait(20) == status
+    assert demo.wait(60) == status
     _wait_until(lambda: [p for p in ranks if _runs(p)], lambda pids: not pids)
 
 

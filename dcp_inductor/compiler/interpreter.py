@@ -55,14 +55,12 @@ def _advice() -> str:
     """What to do where this installation's interpreter is known to fail."""
     import triton
 
-    if (
-        TorchVersion(triton.__version__) >= "3.7"
-        or TorchVersion(np.__version__) < "2.4"
-    ):
+    found, numpy = triton.__version__, np.__version__
+    if TorchVersion(found) >= "3.7" or TorchVersion(numpy) < "2.4":
         return ""
     return (
-        f". Triton {triton.__version__}'s interpreter fails with NumPy {np.__version__}; "
-        "it works with 'numpy<2.4', or with Triton 3.8"
+        f". Triton {found}'s interpreter fails with NumPy {numpy}; it works with "
+        "'numpy<2.4', or with Triton 3.8"
     )
 
 
