@@ -213,6 +213,8 @@ def test_no_rank_outlives_the_demo(sent: int, status: int, tmp_path: Path) -> No
         command("demo", *SMALL, TMPDIR=str(tmp_path)),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        # Where a shell runs the tests in its background, they ignore interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     ranks = _wait_until(lambda: _leaders_below(demo.pid), lambda pids: len(pids) == 2)
     demo.send_signal(sent)
