@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 
 import pytest
 import torch
 from torch.torch_version import TorchVersion
+
+from dcp_inductor.compiler import interpreter
 
 SINCE_2_13 = torch.__version__ >= TorchVersion("2.13")
 
@@ -19,8 +20,7 @@ def since_2_13(reason: str) -> pytest.MarkDecorator:
 def _interprets() -> bool:
     if importlib.util.find_spec("triton") is None:
         return True  # whoever needs it asks for triton first
-    triton, numpy = map(importlib.metadata.version, ("triton", "numpy"))
-    return TorchVersion(triton) >= "3.7" or TorchVersion(numpy) < "2.4"
+    return not interpreter._advice()
 
 
 interprets = pytest.mark.skipif(

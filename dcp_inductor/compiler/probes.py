@@ -286,8 +286,10 @@ class Prober:
         order = self._order(met + kind, rng)
         rows = Rows(self.num_ranks, self.num_rows, rng, order)
         lse = torch.empty(rows.shape)
-        for place in {*kind.tolist()}:
-            lse = torch.where(kind == place, [*patterns.values()][place](rows), lse)
+        drawn = {*kind.tolist()}
+        for place, pattern in enumerate(patterns.values()):
+            if place in drawn:
+                lse = torch.where(kind == place, pattern(rows), lse)
         if shift < 2 or shift % 2:
             yield Probe(
                 self._columns(shift), lse, kind, tuple(patterns), every_receiver
